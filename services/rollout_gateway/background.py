@@ -21,7 +21,12 @@ log = get_logger(__name__)
 def background(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
     """Start a task; its failure is logged with its traceback."""
     task = asyncio.create_task(work, name=name)
-    task.add_done_callback(_log_failure)
+
+    def log_failure(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a task of the gateway failed", task=name, exc_info=error)
+
+    task.add_done_callback(log_failure)
     return task
 
 
@@ -33,12 +38,7 @@ async def cancel(*tasks: asyncio.Future[Any] | None) -> None:
     await asyncio.gather(*started, return_exceptions=True)
 
 
-def _log_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        log.error("a task of the gateway failed", task=task.get_name(), exc_info=task.exception())
-
-
-async def first_of(*waits: Coroutine[Any, Any, None]) -> None:
+async def first_of(*waits: Coroutine[Any, Any, object]) -> None:
     """Return or raise when the first coroutine does. The other coroutines are cancelled, so a
     coroutine must not consume data before it returns.
     """

@@ -162,11 +162,6 @@ class ToolServerConfig(Config):
     deadline_s: float = Field(default=30, gt=0)
     """Maximum time of its start, and of one call, seconds."""
 
-    @property
-    def place(self) -> str:
-        """The server's URL, or its command line."""
-        return self.url or " ".join(self.command)
-
     @model_validator(mode="after")
     def _one_place(self) -> Self:
         if bool(self.command) == bool(self.url):
@@ -289,11 +284,8 @@ class GatewayConfig(ServiceConfig):
         """
         every = self.addresses
         if not 0 <= number < len(every.gateways):
-            raise ConfigError(
-                "addresses.more_gateways has no such gateway",
-                seen=number,
-                allowed=f"0..{len(every.gateways) - 1}",
-            )
+            message, allowed = "there is no such gateway", f"0..{len(every.gateways) - 1}"
+            raise ConfigError(f"addresses.more_gateways: {message}", seen=number, allowed=allowed)
         here = {"gateway": every.gateways[number], "http": every.gateways_http[number]}
         own = self.model_copy(update={"addresses": every.model_copy(update=here)})
         own._number, own._all_addresses = number, every
@@ -305,16 +297,13 @@ class GatewayConfig(ServiceConfig):
         directory.
         """
         if not self.model:
-            raise ConfigError(
-                "gateway.model is not set", allowed="a Hugging Face checkpoint directory"
-            )
+            allowed = "a Hugging Face checkpoint directory"
+            raise ConfigError("gateway.model is not set", allowed=allowed)
         path = Path(self.model)
         if not (path / "config.json").is_file():
-            raise ConfigError(
-                "gateway.model is not a checkpoint directory",
-                seen=path,
-                allowed="a directory with config.json, tokenizer.json and model.safetensors",
-            )
+            allowed = "a directory with config.json, tokenizer.json and model.safetensors"
+            message = "gateway.model is not a checkpoint directory"
+            raise ConfigError(message, seen=path, allowed=allowed)
         return path
 
     @property

@@ -1,6 +1,6 @@
 """Declares the settings of the engine and of its workers, with defaults and ranges."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import Field
 
@@ -24,8 +24,6 @@ class EngineConfig(ModelSettings):
     """Settings of your own engine."""
     ready_deadline_s: float = Field(default=180, gt=0)
     """Maximum time to load the model, seconds: CPU time while the worker works, else wall time."""
-    command_deadline_s: ClassVar[float] = 60.0
-    """Maximum time to answer a command, counted likewise, seconds."""
     embedded: EmbeddedConfig = EmbeddedConfig()
     sglang: SGLangConfig = SGLangConfig()
 

@@ -1,7 +1,5 @@
 """Sends hidden rows from the workers' rings to the features stream.
 
-Pure functions on rows in the ring's order.
-
 No request waits for this. Rows without room, and batches during an outage of Redis, are dropped and
 counted.
 """
@@ -12,10 +10,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import redis.asyncio
+from redis.asyncio import Redis
 
 from paceline.errors import PacelineError
 from paceline.services.rollout_gateway import metrics
@@ -24,7 +23,7 @@ from paceline.services.rollout_gateway.config import FeaturesConfig
 from paceline.services.rollout_gateway.engines.nouns import RowLayout
 from paceline.services.rollout_gateway.engines.worker.ring import RowArray
 from paceline.streams import FeatureBatch, RedisStream, encode_features, run_key
-from paceline.telemetry import get_logger, inject, names, span
+from paceline.telemetry import Attributes, get_logger, inject, names, span
 from paceline.tensors import NamedTensor
 
 Indices = npt.NDArray[np.int64]
@@ -89,12 +88,10 @@ class FeaturePublisher:
     """
 
     def __init__(
-        self,
-        client: redis.asyncio.Redis | None,
-        config: FeaturesConfig,
-        head_hash: Callable[[int], str],
+        self, client: Redis | None, config: FeaturesConfig, head_hash: Callable[[int], str]
     ) -> None:
-        self._client = client
+        """`head_hash`: hash of the head of a policy version."""
+        self._client: Any = client
         self._config = config
         self._head_hash = head_hash
         self._layout = RowLayout.last(0)
@@ -204,12 +201,10 @@ class FeaturePublisher:
     async def _send(self, run_id: str, batches: Sequence[FeatureBatch]) -> None:
         rows = sum(batch.rows for batch in batches)
         try:
-            with span(
-                names.FEATURES_PUBLISH,
-                {names.MESSAGING_SYSTEM: "redis", names.ROWS: rows, names.BATCHES: len(batches)},
-                kind="producer",
-                links=[batch.traceparent for batch in batches],
-            ):
+            counts = {names.ROWS: rows, names.BATCHES: len(batches)}
+            about: Attributes = {names.MESSAGING_SYSTEM: "redis", **counts}
+            links = [batch.traceparent for batch in batches]
+            with span(names.FEATURES_PUBLISH, about, kind="producer", links=links):
                 await self._stream(run_id).append_all([encode_features(one) for one in batches])
         except PacelineError as error:
             self._drop(rows)
@@ -219,9 +214,7 @@ class FeaturePublisher:
             metrics.FEATURE_BATCHES.record(len(batches))
 
     def _stream_of(self, run_id: str) -> RedisStream:
-        assert self._client is not None
-        budget = self._config.byte_budget
-        return RedisStream(self._client, run_key(run_id, "features"), byte_budget=budget)
+        return RedisStream(self._client, run_key(run_id, "features"), self._config.byte_budget)
 
     def forget(self, request_id: int) -> list[RowArray]:
         """Stops gathering a request; returns its rows so far."""

@@ -8,12 +8,10 @@ from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-import redis.asyncio
-
 from paceline.arm_names import OFF
 from paceline.errors import DeadlineExceeded, InvalidInput, ResourceExhausted, Unavailable
 from paceline.local import forking, user_directory
-from paceline.models.reading import EndToken, check_vocabulary, end_tokens, read_object
+from paceline.models.reading import check_vocabulary, end_tokens, read_object
 from paceline.rpc.progress import Activity
 from paceline.services.rollout_gateway import background, engines, metrics, sandbox
 from paceline.services.rollout_gateway.calls import planner, queue
@@ -27,7 +25,7 @@ from paceline.services.rollout_gateway.environments import table, toolbox
 from paceline.services.rollout_gateway.features import FeaturePublisher, Origin
 from paceline.services.rollout_gateway.rewards.rules import RewardRules
 from paceline.services.rollout_gateway.sessions import agents, names, outbox, tree
-from paceline.services.rollout_gateway.workers import quarantine, router, weights
+from paceline.services.rollout_gateway.workers import router, weights
 from paceline.services.rollout_gateway.workers.generation import Generation
 from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.streams import connect
@@ -42,12 +40,6 @@ _SHARES = 10_000
 log = get_logger(__name__)
 
 
-def _codec(config: GatewayConfig, ends: Sequence[EndToken]) -> TextCodec:
-    """The tokenizer, with the end tokens of the model."""
-    directory = Path(config.tokenizer) if config.tokenizer else config.model_dir
-    return TextCodec(directory, end_ids=[one.token_id for one in ends])
-
-
 class Gateway:
     """All parts of one gateway on one event loop: start, use, stop."""
 
@@ -58,10 +50,10 @@ class Gateway:
         self.names = names.GatewayNames(config.number, addresses.gateways, addresses.gateways_http)
         self.model = config.model_dir.resolve().name
         self._ends = end_tokens(config.model_dir)
-        self.codec = _codec(config, self._ends)
-        check_vocabulary(
-            self.codec.files, read_object(config.model_dir / "config.json").get("vocab_size")
-        )
+        tokenizer = Path(config.tokenizer) if config.tokenizer else config.model_dir
+        self.codec = TextCodec(tokenizer, end_ids=[one.token_id for one in self._ends])
+        model = read_object(config.model_dir / "config.json")
+        check_vocabulary(self.codec.files, model.get("vocab_size"))
         self._temporary = ExitStack()
         spool = config.spool or self._temporary.enter_context(
             tempfile.TemporaryDirectory(prefix="spool-", dir=user_directory.process_directory())
@@ -69,53 +61,39 @@ class Gateway:
         self.spool = _open_spool(Path(spool), config)
         self.state = config.spool
         """Directory of the state kept over a restart; None: no state is kept."""
-        durable, features = _clients(config)
+        kept, urls = bool(config.trajectories), config.redis
+        durable = connect(urls.durable_url) if kept else None
+        features = connect(urls.features) if kept else None
         self._clients = [client for client in (durable, features) if client is not None]
         self.outbox = outbox.Outbox(durable, config.max_unsent_bytes)
         self.first_worker = config.number * config.worker_count
-        self.router = router.Router(
-            config,
-            lambda rows: self.publisher.add_rows(rows),
-            lambda request_id: self.publisher.discard(request_id),
-            forker,
+        self.publisher = FeaturePublisher(
+            features, config.features, lambda version: self.weights.lm_head_hash(version)
         )
+        on_rows, on_discard = self.publisher.add_rows, self.publisher.discard
+        self.router = router.Router(config, on_rows, on_discard, forker)
         self.weights = weights.WorkerWeights(self.router, self.spool, config.canary)
-        self.publisher = FeaturePublisher(features, config.features, self.weights.lm_head_hash)
         self.agents = agents.Agents(config, self.outbox, durable, self.names)
-        self.queue = queue.FairQueue(config.queue, self._room())
+        # One request more than an engine's batch fills a free place at once, so that no round runs
+        # with too few requests.
+        room = config.worker_count * (config.engine.max_batch + 1)
+        self.queue = queue.FairQueue(config.queue, room)
         self.sandbox = sandbox.Sandbox(config.rewards.sandbox)
         self.rewards = RewardRules(config.rewards, self.sandbox)
         self.toolbox = toolbox.Toolbox(self.sandbox, config.tools, config.tool_servers)
-        self.equipment = table.Equipment(
-            self.sandbox, config.environments, self.toolbox, config.interactions
-        )
+        own, users = config.environments, config.interactions
+        self.equipment = table.Equipment(self.sandbox, own, self.toolbox, users)
         self.aside = background.LargeRequests()
-        self.planner = planner.Planner(
-            config, self.codec, self.agents.sessions, lambda: self.router.ready, self.aside
-        )
+        sessions, ready = self.agents.sessions, lambda: self.router.ready
+        self.planner = planner.Planner(config, self.codec, sessions, ready, self.aside)
         self.activity = Activity("gateway")
         self.samples_left = 0  # of RunTasks calls
         self._request_ids = itertools.count(1)
-        self.quarantined = quarantine.Quarantined(self.router)
-        self.router.on_ready, self.router.orders = self._equip, self._orders
+        self.quarantined = weights.Quarantined(self.router)
+        self.router.on_ready = self._equip
+        self.router.orders = lambda: (self.quarantined.paths, self.weights.versions)
         self.lending = self.router.lending
         self.lending.on_return = self.weights.take_memory
-
-    def _log_end_tokens(self) -> None:
-        """Log the end tokens; a warning if the model has none."""
-        if self._ends:
-            log.info("end tokens", tokens=[str(one) for one in self._ends])
-        else:
-            log.warning(
-                "no file of the model names an end token: answers end at max_tokens",
-                model=str(self.config.model_dir),
-            )
-
-    def _room(self) -> int:
-        """Requests inside the engines, one more than each engine's batch. The extra request fills a
-        free place at once, so that no round runs with too few requests.
-        """
-        return self.config.worker_count * (self.config.engine.max_batch + 1)
 
     async def start(self) -> None:
         """Start workers and senders; returns when every worker serves.
@@ -123,7 +101,11 @@ class Gateway:
         Raises ConfigError when code cannot be isolated as configured. The isolation "auto" is first
         checked when code runs.
         """
-        self._log_end_tokens()
+        if self._ends:
+            log.info("end tokens", tokens=[str(one) for one in self._ends])
+        else:
+            message = "no file of the model names an end token: answers end at max_tokens"
+            log.warning(message, model=str(self.config.model_dir))
         if self.config.rewards.sandbox.isolation != "auto":
             await self.sandbox.layers()
         self.lending.restore_leases()
@@ -157,9 +139,8 @@ class Gateway:
             self.publisher.expect(number)
         metrics.REQUESTS.record()
         prefer = plan.session.worker_index if plan.session is not None else None
-        rerun = (
-            plan.queue_key is None or not engines.find_engine(self.config.engine.kind).starts_slowly
-        )
+        slow = engines.find_engine(self.config.engine.kind).starts_slowly
+        rerun = plan.queue_key is None or not slow
         return self.router.submit(request, worker=plan.worker, prefer=prefer, rerun=rerun)
 
     def call(self, plan: Plan) -> Call:
@@ -183,17 +164,11 @@ class Gateway:
         self.agents.sessions.record_turn(plan.session, turn)
         if plan.capture:
             request, about = generation.request, plan.session.assignment
-            prompt = request.prompt_token_ids
+            prompt, session_id = request.prompt_token_ids, plan.session.session_id
             step = self.agents.open_step if about.open_group else about.step
-            origin = Origin(
-                about.run_id,
-                step,
-                plan.session.session_id,
-                about.group_id,
-                request.sampling.temperature,
-                len(prompt),
-                [*prompt, *generation.whole.token_ids],
-            )
+            sizes = request.sampling.temperature, len(prompt)
+            tokens = [*prompt, *generation.whole.token_ids]
+            origin = Origin(about.run_id, step, session_id, about.group_id, *sizes, tokens)
             self.publisher.publish(request.request_id, origin)
 
     def admit(self) -> None:
@@ -222,27 +197,19 @@ class Gateway:
             elif isinstance(answer, BaseException):
                 raise answer
 
-    def _orders(self) -> object:
-        """The orders that `_equip` sends to a worker."""
-        return self.quarantined.paths, self.weights.versions
-
     async def _equip(self, process: WorkerProcess) -> None:
-        """Prepare a worker before its first request."""
+        """Prepare a worker before its first request. If the drafter of the forced arm rests, the
+        worker drafts nothing, like the other workers.
+        """
         await self.weights.load_committed(process)
         await self.quarantined.send_paths(process)
-        await self._force(process)
-
-    async def _force(self, process: WorkerProcess) -> None:
-        """Force the arm on a starting worker. If the arm's drafter rests, the worker drafts
-        nothing, like the other workers.
-        """
         try:
-            await self.router.ask(process, _speculation(self.config.speculation.forced_arm))
+            await process.ask(_speculation(self.config.speculation.forced_arm))
         except InvalidInput as error:
             if not self.weights.versions.drafter:
                 raise
             log.warning("the forced arm's drafter rests", worker=process.index, error=str(error))
-            await self.router.ask(process, _speculation(OFF))
+            await process.ask(_speculation(OFF))
 
 
 def _speculation(arm: str) -> pb.WorkerCommand:
@@ -258,12 +225,3 @@ def _open_spool(directory: Path, config: GatewayConfig) -> Spool:
     if drafter.is_dir() and (drafter / "config.json").is_file():
         initial[int(pb.WEIGHT_TARGET_DRAFTER)] = drafter
     return Spool(directory, initial=initial, profile=config.engine.profile)
-
-
-def _clients(
-    config: GatewayConfig,
-) -> tuple[redis.asyncio.Redis | None, redis.asyncio.Redis | None]:
-    """(durable, features); None without trajectories."""
-    if not config.trajectories:
-        return None, None
-    return connect(config.redis.durable_url), connect(config.redis.features)

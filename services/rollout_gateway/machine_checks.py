@@ -34,10 +34,7 @@ def check_torch_and_gpus() -> list[Finding]:
         return [version, Finding("gpu", "ok", seen)]
     if NVIDIA_DRIVER.exists():
         advice = "install torch's CUDA build for this driver, and check CUDA_VISIBLE_DEVICES"
-        return [
-            version,
-            Finding("gpu", "warn", "torch does not see the GPU", advice),
-        ]
+        return [version, Finding("gpu", "warn", "torch does not see the GPU", advice)]
     return [version, Finding("gpu", "ok", "none: engines and trainers run on the CPU")]
 
 

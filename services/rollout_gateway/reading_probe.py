@@ -22,19 +22,11 @@ TEXTS = (
     *("Hello, world!", " two  spaces and 1234567", 'def f(x):\n\treturn {"a": [x]}\n'),
     *("Grüße, naïve café", "漢字とかな 😀", "Привет мир"),
 )
-TALK = (
-    Message("user", "What is 2+3?"),
-    Message("assistant", "It is 5."),
-    Message("user", "And 4+4?"),
-)
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Adds two numbers.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
-    },
-}
+_ASKED = Message("user", "What is 2+3?")
+TALK = (_ASKED, Message("assistant", "It is 5."), Message("user", "And 4+4?"))
+_SCHEMA = {"type": "object", "properties": {"a": {"type": "number"}}}
+_ADD = {"name": "add", "description": "Adds two numbers.", "parameters": _SCHEMA}
+TOOL = {"type": "function", "function": _ADD}
 TOKENS = 200
 """Number of tokens with compared bytes."""
 READING = "model reading"
@@ -133,8 +125,11 @@ def _bytes(model: Path, ends: Sequence[int], codec: TextCodec, theirs: Any) -> I
     if find_spec("llguidance") is None:
         return
     vocab_size = read_object(model / "config.json").get("vocab_size", codec.files.size)
+    from paceline.services.rollout_gateway.engines.requests.grammar_judge import GrammarTokens
+
     try:
-        ours = grammar_bytes(codec.files.directory, vocab_size, ends)
+        path = codec.files.directory / "tokenizer.json"
+        ours = GrammarTokens(path, vocab_size, ends or [0]).tokens  # [V] bytes of each token
     except PacelineError as error:
         yield Finding("grammar", "warn", f"structured answers are refused: {error}"[:400])
         return
@@ -152,20 +147,12 @@ def _bytes(model: Path, ends: Sequence[int], codec: TextCodec, theirs: Any) -> I
             return
 
 
-def grammar_bytes(directory: Path, vocab_size: int, end_ids: Sequence[int]) -> list[bytes]:
-    """[V] a grammar's bytes of each token. Raises InvalidInput when tokens have no bytes."""
-    from paceline.services.rollout_gateway.engines.requests.grammar_judge import GrammarTokens
-
-    return GrammarTokens(directory / "tokenizer.json", vocab_size, end_ids or [0]).tokens
-
-
 def _difference(codec: TextCodec, ours: Sequence[int], theirs: Sequence[int]) -> str:
     at = _parting(ours, theirs)
 
     def shown(ids: Sequence[int]) -> str:
-        return (
-            ", ".join(f"{one} {codec.token_text(one)!r}" for one in ids[at : at + 3]) or "nothing"
-        )
+        parts = [f"{one} {codec.token_text(one)!r}" for one in ids[at : at + 3]]
+        return ", ".join(parts) or "nothing"
 
     return f"at token {at} {shown(ours)}, in transformers {shown(theirs)}"
 

@@ -40,8 +40,8 @@ async def progress(gateway: Gateway, weights: Activity | None = None) -> GetProg
         "requests_waiting": queue.waiting,
         "samples_left": gateway.samples_left,
         "open_sessions": len(agents.sessions),
-        "offers": agents.offers.waiting,
-        "open_groups": agents.groups.gathering,
+        "offers": len(agents.offers.waiting),
+        "open_groups": len(agents.groups.gathering),
         "unsent_bytes": gateway.outbox.unsent_bytes,
     }
     busy = [worker for worker in workers if worker.doing]
@@ -63,9 +63,8 @@ def _worker(seat: Seat) -> Part:
     if process is None:
         part = seat.activity.part(trouble="it is being started")
     else:
-        part = seat.activity.part(
-            {"requests": len(seat.live)}, trouble=processes.stopped([process.pid])
-        )
+        trouble = processes.stopped([process.pid])
+        part = seat.activity.part({"requests": len(seat.live)}, trouble=trouble)
     part.ClearField("last_span")  # it belongs to this process, not to the worker
     if process is not None and process.unanswered:
         part.doing = part.doing or "takes a command"
@@ -175,22 +174,18 @@ def start_http(app: ASGIApp, config: GatewayConfig) -> tuple[HttpServer, asyncio
     address, security = config.addresses.http, config.security
     closed = security.token and security.tls_cert
     if not (is_loopback(address) or security.allow_insecure or closed):
-        raise ConfigError(
-            "the HTTP address is reachable from other machines without token and TLS",
-            seen=address,
-            allowed="a loopback address, or token and TLS, or security.allow_insecure=true",
-        )
+        message = "the HTTP address is reachable from other machines without token and TLS"
+        allowed = "a loopback address, or token and TLS, or security.allow_insecure=true"
+        raise ConfigError(message, seen=address, allowed=allowed)
     settings = _http_config(app, config)
     try:
         settings.load()
         listening = ports.bound(settings.host, settings.port)
         listening.listen(BACKLOG)
     except OSError as error:
-        raise ConfigError(
-            f"HTTP cannot be served: {error.strerror or error}",
-            seen=address,
-            allowed="a free port, and readable files of TLS",
-        ) from error
+        message = f"HTTP cannot be served: {error.strerror or error}"
+        allowed = "a free port, and readable files of TLS"
+        raise ConfigError(message, seen=address, allowed=allowed) from error
     server = HttpServer(settings)
     task = asyncio.create_task(server.serve(sockets=[listening]))
     return server, task, int(listening.getsockname()[1])

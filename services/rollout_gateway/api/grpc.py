@@ -197,12 +197,9 @@ class RolloutServicer(RolloutServiceServicer):
         with gateway.lending.listening():
             await context.send_initial_metadata(())  # the caller now counts as listening
             async with aclosing(gateway.router.traffic.reports()) as news:
-                async for waiting in news:
-                    yield rpb.WatchTrafficResponse(
-                        epoch=gateway.lending.epoch,
-                        requests=waiting.requests,
-                        workers=waiting.workers,
-                    )
+                async for report in news:
+                    report.epoch = gateway.lending.epoch
+                    yield report
 
     async def GetStatus(self, request: rpb.GetStatusRequest, context: Any) -> rpb.GetStatusResponse:
         gateway = self._gateway

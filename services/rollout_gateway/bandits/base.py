@@ -87,11 +87,9 @@ class Bandit(Protocol):
 
     def choose(self, situation: Situation, names: Sequence[str] = ()) -> ArmChoice:
         """Returns the arm of the next round, one of `names` in the order of all arms; (): any."""
-        ...
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Records the result of a round."""
-        ...
 
     def renew(self, arms: Set[str], changed: Target, shift: AcceptanceShift | None = None) -> None:
         """Adapts to new weights of these arms' drafter or of their target. Measured seconds stay.
@@ -101,15 +99,12 @@ class Bandit(Protocol):
         predict the new arms, weighted as `inherited_rounds`. None: nothing is measured about the
         new drafter.
         """
-        ...
 
     def learn(self, reports: Sequence[ArmStats]) -> None:
         """Uses the statistics of other workers' bandits for arms that it has not tried."""
-        ...
 
     def reports(self) -> Sequence[ArmStats]:
         """Statistics of every arm and group with at least one pull."""
-        ...
 
 
 def group_of(groups: Sequence[int], batch_size: int) -> int:

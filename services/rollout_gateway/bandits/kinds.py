@@ -152,11 +152,11 @@ class GroupWindow:
 
 def length_gains(arms: Set[str], shift: AcceptanceShift | None) -> dict[str, float]:
     """Ratio of tokens per round with the new drafter, by arm; 1 where it is unknown."""
-    names = {arm: read_arm(arm) for arm in arms}
-    return {
-        arm: shift.length_gain(name.shape.steps) if shift is not None and name is not None else 1.0
-        for arm, name in names.items()
-    }
+    gains = dict.fromkeys(arms, 1.0)
+    for arm in arms:
+        if shift is not None and (name := read_arm(arm)) is not None:
+            gains[arm] = shift.length_gain(name.shape.steps)
+    return gains
 
 
 class WindowedBandit(ABC):
@@ -165,9 +165,7 @@ class WindowedBandit(ABC):
     def __init__(self, settings: base.BanditSettings, arms: Sequence[str], seed: int) -> None:
         self._settings = settings
         self._names = tuple(arms)
-        self._groups = {
-            smallest: GroupWindow(arms, settings.window) for smallest in settings.groups
-        }
+        self._groups = {one: GroupWindow(arms, settings.window) for one in settings.groups}
         self._random = random.Random(seed)
 
     def choose(self, situation: base.Situation, names: Sequence[str] = ()) -> base.ArmChoice:
@@ -245,11 +243,8 @@ def draft_tokens_of(arm: str) -> int:
     """Tokens per request that a drafting arm verifies, including the root. Raises ConfigError."""
     count = arm.rpartition("_")[2]
     if not count.isdecimal():
-        raise ConfigError(
-            "beg needs the draft tokens of each arm",
-            seen=arm,
-            allowed="<speculator>:..._<draft tokens>",
-        )
+        allowed = "<speculator>:..._<draft tokens>"
+        raise ConfigError("beg needs the draft tokens of each arm", seen=arm, allowed=allowed)
     return int(count)
 
 
@@ -263,16 +258,11 @@ def bucket_arms(arms: Sequence[str], groups: Sequence[int]) -> dict[int, tuple[s
     if not descending:
         return dict.fromkeys(groups, ())
     if len(descending) != len(groups):
-        raise ConfigError(
-            "beg maps each number of draft tokens to one batch-size group",
-            seen=f"draft tokens {descending}",
-            allowed=f"{len(groups)} numbers, for the groups from {list(groups)} rows on",
-        )
-
-    return {
-        group: tuple(arm for arm in arms if budgets.get(arm) == budget)
-        for group, budget in zip(groups, descending, strict=True)
-    }
+        message = "beg maps each number of draft tokens to one batch-size group"
+        allowed = f"{len(groups)} numbers, for the groups from {list(groups)} rows on"
+        raise ConfigError(message, seen=f"draft tokens {descending}", allowed=allowed)
+    pairs = zip(groups, descending, strict=True)
+    return {group: tuple(arm for arm in budgets if budgets[arm] == one) for group, one in pairs}
 
 
 def median_rate(arm: ArmWindow) -> float:

@@ -99,9 +99,8 @@ class AcceptanceWatchdog:
         """
         group = base.group_of(self._settings.groups, situation.batch_size)
         names = names or tuple(self._speculators)
-        pulses = {
-            name: self._pulses.get((group, self._speculators.get(name, ""))) for name in names
-        }
+        drafters = {name: self._speculators.get(name, "") for name in names}
+        pulses = {name: self._pulses.get((group, one)) for name, one in drafters.items()}
         alive = tuple(name for name, pulse in pulses.items() if pulse is None or not pulse.dead)
         return self._inner.choose(situation, alive or names)
 

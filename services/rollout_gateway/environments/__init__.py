@@ -61,14 +61,12 @@ def checked_episode(found: object) -> Episode:
         seen = repr(found)[:80]
         raise InvalidInput("an environment returned no Episode", seen=seen, allowed="an Episode")
     messages = found.messages
+    whole = isinstance(messages, tuple) and all(isinstance(one, Message) for one in messages)
     wrong = {
         "finish": (found.finish in FINISHES, ", ".join(FINISHES)),
         "text": (isinstance(found.text, str), "text"),
         "task": (isinstance(found.task, EpisodeTask), "an EpisodeTask"),
-        "messages": (
-            isinstance(messages, tuple) and all(isinstance(one, Message) for one in messages),
-            "a tuple of Message",
-        ),
+        "messages": (whole, "a tuple of Message"),
         "reward": (found.reward is None or is_reward(found.reward), f"{REWARD_RANGE} or None"),
     }
     for name, (right, allowed) in wrong.items():
@@ -83,13 +81,11 @@ class Model(Protocol):
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Prompt ids of a text."""
-        ...
 
     async def generate(self, prompt: tuple[int, ...]) -> TextTurn:
         """Run one generation. `prompt` extends an earlier prompt and response, or starts a
         branch.
         """
-        ...
 
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
@@ -97,14 +93,12 @@ class Model(Protocol):
         """Return the next message of a conversation. A recorded history keeps the exact tokens of
         the model.
         """
-        ...
 
     def score(self, reward: float) -> None:
         """Set the reward of the model's last message. No rule then scores the episode.
 
         Raises InvalidInput for a value outside the range of rewards.
         """
-        ...
 
 
 class Environment(Protocol):
@@ -112,7 +106,6 @@ class Environment(Protocol):
 
     async def run(self, task: EpisodeTask, model: Model) -> Episode:
         """Run a task to an episode. An episode with finish "abort" or "error" is not scored."""
-        ...
 
 
 @runtime_checkable
@@ -124,4 +117,3 @@ class PreparesTasks(Protocol):
 
         Raises ConfigError for a setting that can never work, Unavailable for a missing resource.
         """
-        ...

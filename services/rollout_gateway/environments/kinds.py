@@ -37,7 +37,6 @@ class Interaction(Protocol):
 
     def answer(self, messages: Sequence[Message]) -> Any:
         """A UserReply to the model's last message; may be a coroutine."""
-        ...
 
 
 def interaction_class(
@@ -154,9 +153,8 @@ class ToolUse:
             if not calls and (user is None or not await _continue(user, messages, model)):
                 return _episode(task, messages, "stop")
             if calls and left:
-                answers = await asyncio.gather(
-                    *(_answer(call, index, tools) for index, call in enumerate(calls))
-                )
+                asked = (_answer(call, index, tools) for index, call in enumerate(calls))
+                answers = await asyncio.gather(*asked)
                 messages += [one for one in answers if isinstance(one, Message)]
                 failures = [str(one) for one in answers if isinstance(one, Unavailable)]
                 if failures:

@@ -36,7 +36,6 @@ def environment(name: str, equipment: Equipment = Equipment()) -> Environment:
         return ENVIRONMENTS[name](equipment)
     if name not in equipment.own:
         allowed = ", ".join(sorted([*ENVIRONMENTS, *equipment.own]))
-        raise NotFound(
-            "no such environment", seen=name, allowed=f"{allowed}; gateway.environments adds yours"
-        )
+        allowed += "; gateway.environments adds yours"
+        raise NotFound("no such environment", seen=name, allowed=allowed)
     return find_variant(equipment.own[name], ENVIRONMENTS, "environment")(equipment)

@@ -48,13 +48,11 @@ class ToolServer:
         if missing:
             seen, allowed = ", ".join(missing), ", ".join(listed) or "none: the server has no tools"
             raise ConfigError(f"{self._place}.tools", seen=seen, allowed=allowed)
-        found = [listed[name] for name in wanted]
-        return {
-            one.name: Tool(
-                one.name, one.description or "", one.input_schema, partial(self._call, one.name)
-            )
-            for one in found
-        }
+        tools: dict[str, Tool] = {}
+        for name in wanted:
+            about, answer = listed[name].description or "", partial(self._call, name)
+            tools[name] = Tool(name, about, listed[name].input_schema, answer)
+        return tools
 
     async def stop(self) -> None:
         """End the server's process or the connection."""
@@ -124,7 +122,7 @@ class ToolServer:
             if not isinstance(error, ConfigError):
                 fault = ConfigError if self._client is None else Unavailable
                 message = f"the tool server {self._name} cannot be used: {_first(error)}"
-                error = fault(message, seen=self._config.place)
+                error = fault(message, seen=self._config.url or " ".join(self._config.command))
             ready.set_exception(error)
 
     @asynccontextmanager
@@ -200,21 +198,18 @@ class Toolbox:
     async def tools(self) -> Mapping[str, Tool]:
         """All tools by name. Raises ConfigError for a setting that can never work, Unavailable."""
         async with self._turn:
-            if self._tools is None:
-                self._tools = await self._opened()
+            if self._tools is not None:
+                return self._tools
+            found = [] if self.sandbox is None else [python(self.sandbox)]
+            found += [own_tool(name, path) for name, path in self._own.items()]
+            for server in self._servers:
+                found += (await server.tools()).values()
+            names = [tool.name for tool in found]
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                raise ConfigError("two tools have the same name", seen=", ".join(twice))
+            self._tools = {tool.name: tool for tool in found}
             return self._tools
 
     async def stop(self) -> None:
         """End the servers."""
         await asyncio.gather(*(server.stop() for server in self._servers))
-
-    async def _opened(self) -> Mapping[str, Tool]:
-        found = [] if self.sandbox is None else [python(self.sandbox)]
-        found += [own_tool(name, path) for name, path in self._own.items()]
-        for server in self._servers:
-            found += (await server.tools()).values()
-        names = [tool.name for tool in found]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ConfigError("two tools have the same name", seen=", ".join(twice))
-        return {tool.name: tool for tool in found}

@@ -76,14 +76,8 @@ def shown(result: SandboxResult, wall_s: float) -> str:
 
 def schema(tool: Tool) -> dict[str, Any]:
     """The tool's description in the format of chat templates and OpenAI's API."""
-    return {
-        "type": "function",
-        "function": {
-            "name": tool.name,
-            "description": tool.description,
-            "parameters": dict(tool.parameters),
-        },
-    }
+    about = {"name": tool.name, "description": tool.description}
+    return {"type": "function", "function": {**about, "parameters": dict(tool.parameters)}}
 
 
 async def answer(call: ToolCall, tools: Mapping[str, Tool]) -> str:

@@ -10,8 +10,7 @@ import inspect
 import os
 import signal
 import traceback
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -31,19 +30,14 @@ ALLOWED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """Import a rule and build it with the arguments; answered by Rewards or Refused."""
+class RuleRequest:
+    """Scores episodes by the rule at an import path, which is built with the arguments on first
+    use. Without episodes the rule is only built. Answered by Rewards, Refused or Raised.
+    """
 
     path: str
     arguments: Mapping[str, str | int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreEpisodes:
-    """Score episodes by a loaded rule; answered by Rewards or Raised."""
-
-    path: str
-    episodes: tuple[Episode, ...]
+    episodes: tuple[Episode, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +63,19 @@ class Rewards:
     values: tuple[float | Raised | None, ...] = ()
 
 
-Request = Load | ScoreEpisodes
+Score = Callable[[tuple[Episode, ...]], tuple[float | Raised | None, ...]]
+"""One value for each episode; Raised for an episode that cannot be read."""
 Answer = Refused | Raised | Rewards
-REQUESTS = TaggedJson[Request](Load, ScoreEpisodes)
+REQUESTS = TaggedJson[RuleRequest](RuleRequest)
 ANSWERS = TaggedJson[Answer](Refused, Raised, Rewards)
 
 
-def encode(message: Request | Answer) -> bytes:
+def encode(message: RuleRequest | Answer) -> bytes:
     """The message as one line. Raises InvalidInput above MAX_BYTES."""
-    body = REQUESTS.encode(message) if isinstance(message, Request) else ANSWERS.encode(message)
+    body = REQUESTS.encode(message) if isinstance(message, RuleRequest) else ANSWERS.encode(message)
     if len(body) >= MAX_BYTES:
-        seen = f"{len(body)} bytes"
-        raise InvalidInput(
-            "an episode is too large for a child process", seen=seen, allowed=MAX_BYTES
-        )
+        text, seen = "an episode is too large for a child process", f"{len(body)} bytes"
+        raise InvalidInput(text, seen=seen, allowed=MAX_BYTES)
     return body + b"\n"
 
 
@@ -98,69 +91,53 @@ async def receive(reader: asyncio.StreamReader) -> Answer:
         raise DataLoss("a message is too long", allowed=MAX_BYTES) from error
 
 
-def read(file: BinaryIO) -> Request | None:
+def read(file: BinaryIO) -> RuleRequest | None:
     """The gateway's next request, from a blocking file; None at its end. Raises DataLoss."""
     line = file.readline(MAX_BYTES)
     return REQUESTS.decode(line) if line.endswith(b"\n") else None
 
 
-class BatchRule(ABC):
-    """A rule that scores several episodes at once."""
+def _score(rule: Any, episode: Episode, runner: asyncio.Runner) -> float | None:
+    """None, or the number as float; numpy and torch values with one element count as numbers.
 
-    @abstractmethod
-    def score_batch(self, episodes: tuple[Episode, ...]) -> tuple[float | Raised | None, ...]:
-        """One value for each episode; Raised for an episode that cannot be read."""
-
-
-class OwnRule(BatchRule):
-    """One object of a class with `score(episode)`, plain or a coroutine."""
-
-    def __init__(self, rule: Any, runner: asyncio.Runner) -> None:
-        self._rule = rule
-        self._runner = runner
-
-    def score_batch(self, episodes: tuple[Episode, ...]) -> tuple[float | Raised | None, ...]:
-        """Raises the rule's errors, and TypeError for a value that is no number."""
-        return tuple(self._score(episode) for episode in episodes)
-
-    def _score(self, episode: Episode) -> float | None:
-        """None, or the number as float; numpy and torch values with one element count as numbers.
-
-        A coroutine runs to its end, always on the same event loop.
-        """
-        value = self._rule.score(episode)
-        if inspect.isawaitable(value):
-            value = self._runner.run(_await_result(value))
-        if value is None:
-            return None
-        if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-            raise TypeError(
-                f"score has to return a float or None, not {type(value).__name__}: {value!r:.200}"
-            )
-        return float(value)
+    A coroutine runs to its end, always on the same event loop. Raises the rule's errors, and
+    TypeError for a value that is no number.
+    """
+    value = rule.score(episode)
+    if inspect.isawaitable(value):
+        value = runner.run(_await_result(value))
+    if value is None:
+        return None
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        kind = type(value).__name__
+        raise TypeError(f"score has to return a float or None, not {kind}: {value!r:.200}")
+    return float(value)
 
 
 async def _await_result(value: Any) -> Any:
     return await value
 
 
-def build_rule(load: Load, runner: asyncio.Runner) -> BatchRule:
-    """Raises ConfigError when the path leads to no such class or the class cannot be built."""
+def build_rule(request: RuleRequest, runner: asyncio.Runner) -> Score:
+    """The rule's method score_batch, else its score for each episode: plain or a coroutine.
+
+    Raises ConfigError when the path leads to no such class or the class cannot be built.
+    """
     try:
-        rule = import_object(load.path)(**load.arguments)
+        rule: Any = import_object(request.path)(**request.arguments)
     except (Exception, SystemExit) as error:
-        if isinstance(error, ConfigError) and load.arguments:
+        if isinstance(error, ConfigError) and request.arguments:
             raise
         message = f"a reward rule cannot be built: {type(error).__name__}: {error}"
-        raise ConfigError(message, seen=load.path) from error
-    if isinstance(rule, BatchRule):
-        return rule
+        raise ConfigError(message, seen=request.path) from error
+    if hasattr(rule, "score_batch"):
+        return rule.score_batch  # type: ignore[no-any-return]
     if not callable(getattr(rule, "score", None)):
-        raise ConfigError("a reward rule has no method score", seen=load.path, allowed=ALLOWED)
-    return OwnRule(rule, runner)
+        raise ConfigError("a reward rule has no method score", seen=request.path, allowed=ALLOWED)
+    return lambda episodes: tuple(_score(rule, episode, runner) for episode in episodes)
 
 
-def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
+def _reserve_pipes() -> tuple[BinaryIO, BinaryIO]:
     """(requests, answers). Afterwards descriptor 0 is empty and descriptor 1 is stderr.
 
     The child dies with the gateway (on Linux; elsewhere the closed pipe ends it between calls). It
@@ -176,22 +153,21 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
     return os.fdopen(requests, "rb"), os.fdopen(answers, "wb")
 
 
-def _answer(request: Request, rules: dict[str, BatchRule], runner: asyncio.Runner) -> Answer:
+def _answer(request: RuleRequest, rules: dict[str, Score], runner: asyncio.Runner) -> Answer:
     try:
-        if isinstance(request, ScoreEpisodes):
-            return Rewards(rules[request.path].score_batch(request.episodes))
-        rules[request.path] = build_rule(request, runner)
-        return Rewards()
+        if request.path not in rules:
+            rules[request.path] = build_rule(request, runner)
+        return Rewards(rules[request.path](request.episodes) if request.episodes else ())
     except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of a rule is the answer
-        if isinstance(error, ConfigError) and isinstance(request, Load):
+        if isinstance(error, ConfigError) and not request.episodes:
             return Refused(error.message, error.seen, error.allowed)
         return Raised("".join(traceback.format_exception(error))[-MAX_TRACE:])
 
 
 def main() -> None:
     """Answer one request at a time until the gateway closes the pipe."""
-    requests, answers = _take_pipes()
-    rules: dict[str, BatchRule] = {}
+    requests, answers = _reserve_pipes()
+    rules: dict[str, Score] = {}
     with asyncio.Runner() as runner:
         while (request := read(requests)) is not None:
             answers.write(encode(_answer(request, rules, runner)))

@@ -138,15 +138,11 @@ class CodeSide:
     def _answer(self, message: Any) -> dict[str, Any]:
         try:
             target = self._kept[message["handle"]]
-            arguments = [unpack(one, self._kept.__getitem__) for one in message["arguments"]]
-            named = {
-                key: unpack(one, self._kept.__getitem__) for key, one in message["named"].items()
-            }
-            value = _ACTIONS[message["action"]](target, *arguments, **named)
-            return {
-                "value": pack(value, self._keep),
-                "arguments": [pack(one, self._keep) for one in arguments],
-            }
+            find = self._kept.__getitem__
+            arguments = [unpack(one, find) for one in message["arguments"]]
+            named = {key: unpack(one, find) for key, one in message["named"].items()}
+            value = pack(_ACTIONS[message["action"]](target, *arguments, **named), self._keep)
+            return {"value": value, "arguments": [pack(one, self._keep) for one in arguments]}
         except BaseException as error:  # noqa: BLE001  (also SystemExit: the code may not end the tests)
             return {"error": [type(error).__name__, str(error)[:2000]]}
 
@@ -246,11 +242,8 @@ class TestSide:
         """
         found = self._value(self._wire.receive())
         taken = {*vars(builtins), *modules} - {entry_point}
-        own = {
-            name: value
-            for name, value in found.items()
-            if isinstance(name, str) and name not in taken
-        }
+        texts = [name for name in found if isinstance(name, str)]
+        own = {name: found[name] for name in texts if name not in taken}
         if entry_point and entry_point not in own:  # a builtin of that name must not replace it
             raise KeyError(entry_point)
         space: dict[str, Any] = {"__name__": "tests"}
@@ -286,9 +279,8 @@ class TestSide:
 
 def _number_of(value: Any) -> int:
     if not isinstance(value, Handle):
-        raise TypeError(
-            f"a test can pass plain values and what the code returned, not {type(value).__name__}"
-        )
+        kind = type(value).__name__
+        raise TypeError(f"a test can pass plain values and the code's own objects, not {kind}")
     return int(object.__getattribute__(value, "_of")[1])
 
 

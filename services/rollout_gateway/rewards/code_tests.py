@@ -45,17 +45,9 @@ log = get_logger(__name__)
 _HARNESS = Path(__file__).with_name("code_harness.py")
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")
 _REPORT_BYTES = 32  # bytes of one passed test's report, rounded up
-_PREPARATIONS = (
-    ast.FunctionDef,
-    ast.AsyncFunctionDef,
-    ast.ClassDef,
-    ast.Import,
-    ast.ImportFrom,
-    ast.Assign,
-    ast.AnnAssign,
-    ast.AugAssign,
-    ast.Pass,
-)
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_ASSIGNMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign)
+_PREPARATIONS = (*_DEFINITIONS, *_ASSIGNMENTS, ast.Import, ast.ImportFrom, ast.Pass)
 _SCORINGS = ("share", "all")
 
 
@@ -85,7 +77,7 @@ class _Asked:
     statements: tuple[_Statement, ...]  # of the tests, in order
     modules: tuple[str, ...]  # standard modules that the statements use
     entry_point: str  # a name that the code has to define; empty: none
-    cases: tuple[tuple[str, str], ...]  # stdin, stdout
+    cases: tuple[_Case, ...]
     scoring: str
 
     @property
@@ -105,10 +97,8 @@ class CodeTests(RewardRule):
         """Raises ConfigError when the sandbox allows a single process, since tests and code need
         one process each.
         """
-        if sandbox.config.processes < 2:
-            raise ConfigError(
-                "rewards.sandbox.processes", seen=sandbox.config.processes, allowed="2 or more"
-            )
+        if (processes := sandbox.config.processes) < 2:
+            raise ConfigError("rewards.sandbox.processes", seen=processes, allowed="2 or more")
         self._sandbox = sandbox
         self._harness = _HARNESS.read_text(encoding="utf-8")
 
@@ -122,7 +112,10 @@ class CodeTests(RewardRule):
             return None
         try:
             asked = _asked(episode.task)
-            self._check_room(asked)
+            room = self._sandbox.config.output_bytes // _REPORT_BYTES - 1
+            if asked.test_count > room:
+                limit = "rewards.sandbox.output_bytes"
+                raise ValueError(f"{asked.test_count} tests, not {room} ({limit})")
         except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
             # Python's parsers raise the last two for deep nesting.
             log.warning("unusable tests", task=episode.task.task_id, error=repr(error))
@@ -131,11 +124,6 @@ class CodeTests(RewardRule):
         passed = await self._tests_passed(code, asked) + await self._cases_passed(code, asked)
         total = asked.test_count + len(asked.cases)
         return float(passed == total) if asked.scoring == "all" else passed / total
-
-    def _check_room(self, asked: _Asked) -> None:
-        room = self._sandbox.config.output_bytes // _REPORT_BYTES - 1
-        if asked.test_count > room:
-            raise ValueError(f"{asked.test_count} tests, not {room} (rewards.sandbox.output_bytes)")
 
     async def _tests_passed(self, code: str, asked: _Asked) -> int:
         if not asked.test_count:
@@ -156,12 +144,12 @@ class CodeTests(RewardRule):
         would time out too.
         """
         passed = 0
-        for stdin, expected in asked.cases:
-            result = await self._sandbox.run(code, stdin=stdin)
+        for case in asked.cases:
+            result = await self._sandbox.run(code, stdin=case.stdin)
             if result.reason in ("timeout", "cpu"):
                 break
             ended = result.reason == "exit" and result.exit_code == 0 and not result.truncated
-            right = ended and _lines(result.stdout) == _lines(expected)
+            right = ended and _lines(result.stdout) == _lines(case.stdout)
             passed += right
             if asked.scoring == "all" and not right:
                 break
@@ -201,8 +189,7 @@ def _asked(task: EpisodeTask) -> _Asked:
         raise ValueError(f'metadata["scoring"] is {scoring!r}, not one of {", ".join(_SCORINGS)}')
     cases = _CASES.validate_json(metadata.get("cases") or "[]")
     tree = ast.parse(metadata.get("tests", ""))
-    pairs = tuple((case.stdin, case.stdout) for case in cases)
-    asked = _Asked(_statements(tree), _modules(tree, entry_point), entry_point, pairs, scoring)
+    asked = _Asked(_statements(tree), _modules(tree, entry_point), entry_point, cases, scoring)
     if not asked.test_count and not cases:
         raise ValueError('neither metadata["tests"] nor metadata["cases"] holds a test')
     return asked
@@ -244,9 +231,6 @@ def _modules(tree: ast.Module, entry_point: str) -> tuple[str, ...]:
     """
     owners = (node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute))
     bases = {owner.id for owner in owners if isinstance(owner, ast.Name)}
-    stored = {
-        node.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    }
+    named = (node for node in ast.walk(tree) if isinstance(node, ast.Name))
+    stored = {node.id for node in named if isinstance(node.ctx, ast.Store)}
     return tuple(sorted((bases - stored - {entry_point}) & sys.stdlib_module_names))

@@ -7,6 +7,7 @@ hostile answer may take long.
 """
 
 import re
+from contextlib import suppress
 from dataclasses import replace
 
 from paceline.services.rollout_gateway import environments, rewards
@@ -72,11 +73,8 @@ def same_answer(given: str, expected: str) -> bool | None:
         return False
     if given == expected:
         return True
-    try:
+    with suppress(ValueError):
         return int(given) == int(expected)
-    except ValueError:
-        pass
-
     if max(len(given), len(expected)) > MAX_ANSWER:
         return False
     bare = re.sub(r"[\s$]|\\[()\[\]]", "", given)

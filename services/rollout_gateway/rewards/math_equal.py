@@ -77,16 +77,11 @@ def memory_limit() -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
-    mapped = (
-        int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-        * resource.getpagesize()
-    )
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    limit = mapped + MORE_BYTES
-    resource.setrlimit(
-        resource.RLIMIT_AS, (limit if before[1] < 0 else min(limit, before[1]), before[1])
-    )
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    kind = resource.RLIMIT_AS
+    before, limit = resource.getrlimit(kind), pages * resource.getpagesize() + MORE_BYTES
+    resource.setrlimit(kind, (limit if before[1] < 0 else min(limit, before[1]), before[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
+        resource.setrlimit(kind, before)

@@ -56,14 +56,11 @@ class RemoteReward(RewardRule):
         self._config = config
         self._parallel = asyncio.Semaphore(config.parallel)
         authorization = {"authorization": f"Bearer {config.token}"} if config.token else {}
-        limits = httpx.Limits(
-            max_connections=config.parallel, max_keepalive_connections=config.parallel
-        )
+        headers = {"content-type": "application/json", **authorization}
+        most, until_s = config.parallel, config.deadline_s
+        limits = httpx.Limits(max_connections=most, max_keepalive_connections=most)
         self._client = httpx.AsyncClient(
-            timeout=config.deadline_s,
-            limits=limits,
-            headers={"content-type": "application/json", **authorization},
-            **direct(config.url),
+            timeout=until_s, limits=limits, headers=headers, **direct(config.url)
         )
 
     async def score(self, episode: Episode) -> float | None:
@@ -110,9 +107,8 @@ class RemoteReward(RewardRule):
         answer).
         """
         answer = b""
-        async with self._client.stream(
-            "POST", self._config.url, content=body, headers=headers
-        ) as response:
+        post = self._client.stream("POST", self._config.url, content=body, headers=headers)
+        async with post as response:
             async for chunk in response.aiter_bytes():
                 answer += chunk
                 if len(answer) > MAX_ANSWER_BYTES:

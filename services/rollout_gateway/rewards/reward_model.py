@@ -14,15 +14,15 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from paceline.errors import ConfigError
 from paceline.services.rollout_gateway.environments import Episode
-from paceline.services.rollout_gateway.rewards.child_program import BatchRule, Raised
+from paceline.services.rollout_gateway.rewards.child_program import Raised
 
 ALLOWED = (
     "a directory with a sequence-classification checkpoint of one or two labels, a tokenizer and "
+    "*.safetensors; pickled weights are not loaded, since they can run code"
 )
-ALLOWED += "*.safetensors; pickled weights are not loaded, since they can run code"
 
 
-class RewardModel(BatchRule):
+class RewardModel:
     """Scores texts in batches, in float32 on the CPU."""
 
     def __init__(self, model: str, threads: int, max_tokens: int) -> None:
@@ -49,17 +49,15 @@ class RewardModel(BatchRule):
 
         if loaded["missing_keys"]:  # transformers would continue with random weights
             missing = ", ".join(sorted(loaded["missing_keys"])[:5])
-            raise ConfigError(
-                f"the reward model lacks weights: {missing}", seen=model, allowed=ALLOWED
-            )
+            message = f"the reward model lacks weights: {missing}"
+            raise ConfigError(message, seen=model, allowed=ALLOWED)
 
         self._model.eval()
         config = self._model.config
         self._index = scalar_index(config)
-        self._pad = (
-            config.pad_token_id if config.pad_token_id is not None else self._tokenizer.pad_token_id
-        )
-        config.pad_token_id = self._pad
+        if config.pad_token_id is None:
+            config.pad_token_id = self._tokenizer.pad_token_id
+        self._pad = config.pad_token_id
         positions = getattr(config, "max_position_embeddings", None) or max_tokens
         self._max_tokens = min(max_tokens, positions, self._tokenizer.model_max_length)
 
@@ -90,11 +88,8 @@ class RewardModel(BatchRule):
             messages = [message.shown(parsed=True) for message in episode.messages]
             text = self._tokenizer.apply_chat_template(messages, tokenize=False)
             special = False
-        return list(
-            self._tokenizer(
-                text, add_special_tokens=special, truncation=True, max_length=self._max_tokens
-            )["input_ids"]
-        )
+        cut: dict[str, Any] = {"truncation": True, "max_length": self._max_tokens}
+        return list(self._tokenizer(text, add_special_tokens=special, **cut)["input_ids"])
 
     @torch.inference_mode()
     def _logits(self, texts: Sequence[list[int]]) -> list[float]:
@@ -113,8 +108,6 @@ def scalar_index(config: Any) -> int:
     if config.num_labels == 1:
         return 0
     if config.num_labels == 2:
-        return next(
-            (int(index) for index, label in config.id2label.items() if label.lower() == "positive"),
-            1,
-        )
+        labels = {label.lower(): int(index) for index, label in config.id2label.items()}
+        return labels.get("positive", 1)
     raise ConfigError("a reward model with several labels", seen=config.num_labels, allowed=ALLOWED)

@@ -11,7 +11,6 @@ from paceline.errors import ConfigError, InvalidInput, NotFound, PacelineError
 from paceline.services.rollout_gateway import environments, metrics, rewards
 from paceline.services.rollout_gateway.config import RewardsConfig
 from paceline.services.rollout_gateway.rewards import child, code_tests, math_answer, remote
-from paceline.services.rollout_gateway.rewards.model import ModelReward
 from paceline.services.rollout_gateway.sandbox import Sandbox
 from paceline.telemetry import get_logger
 from paceline.trajectory import REWARD_RANGE, is_reward
@@ -49,7 +48,7 @@ class Mixture(rewards.RewardRule):
     async def prepare(self) -> None:
         """Prepare every part."""
         for rule, _ in self._parts.values():
-            await rule.prepare()
+            await rule.inner.prepare()
 
     async def score(self, episode: environments.Episode) -> rewards.RuleScore | None:
         """The weighted sum and its unweighted parts; None when a part with a weight gives none.
@@ -57,9 +56,8 @@ class Mixture(rewards.RewardRule):
         A part of weight 0 is only reported. Raises the error of the first failed part; by then each
         part has counted its own failure.
         """
-        given = await asyncio.gather(
-            *(rule.score(episode) for rule, _ in self._parts.values()), return_exceptions=True
-        )
+        asked = (rule.score(episode) for rule, _ in self._parts.values())
+        given = await asyncio.gather(*asked, return_exceptions=True)
         scores: dict[str, float] = {}
         total = 0.0
         for (name, (_, weight)), value in zip(self._parts.items(), given, strict=True):
@@ -132,17 +130,10 @@ class RewardRules:
         """
         rule = self.rule(name)
         try:
-            await rule.prepare()
+            await rule.inner.prepare()
         except ConfigError:
             self._rules.pop(name, None)  # a corrected rule can be requested again
             raise
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the rules' children and models."""
-        rules = [rule.inner for rule in self._rules.values()]
-        models = [pid for rule in rules if isinstance(rule, ModelReward) for pid in rule.pids]
-        return [*self.children.pids, *models]
 
     async def stop(self) -> None:
         """End children and connections; running scores raise Unavailable."""
@@ -169,7 +160,7 @@ REWARDS: dict[str, Callable[[RewardRules], rewards.RewardRule]] = {
     ),
     "format": lambda rules: FormatRule(rules.config.marker),
     "remote": lambda rules: remote.RemoteReward(rules.config.remote),
-    "model": lambda rules: ModelReward(rules.config.model),
+    "model": lambda rules: child.ModelReward(rules.config.model),
     "code_tests": lambda rules: code_tests.CodeTests(rules.sandbox),
 }
 """Name to builder; a builder raises ConfigError when its settings are missing."""
@@ -181,10 +172,6 @@ class MeasuredRule:
     def __init__(self, name: str, rule: rewards.RewardRule) -> None:
         self._name = name
         self.inner = rule
-
-    async def prepare(self) -> None:
-        """See RewardRule."""
-        await self.inner.prepare()
 
     async def score(self, episode: environments.Episode) -> float | None:
         """The value of `scored`."""

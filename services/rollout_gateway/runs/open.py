@@ -4,8 +4,6 @@ A repeated call for a step returns the same groups. No sample starts here; agent
 any time. In a run with several gateways, the coordinator assigns each gateway's groups to the step.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
@@ -26,53 +24,37 @@ from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1.trajectory_pb2 import CommandContext
 
 
-class IdleWorkers:
+@asynccontextmanager
+async def idle_workers(
+    router: Router, after_s: float
+) -> AsyncIterator[tuple[deque[int], asyncio.Event]]:
     """Inside the block, a worker without a request for `after_s` seconds is released and reported
-    once. A worker that another step has released is reported too.
+    once. A worker that another step has released is reported too. Yields the released workers,
+    which the caller removes, and an event that is set when another worker is released.
 
     The last serving worker is never released. At the start, released workers get requests again
     unless a trainer holds them.
     """
+    router.lending.keep_spare()
+    found, news = deque[int](), asyncio.Event()
 
-    def __init__(self, router: Router, after_s: float) -> None:
-        self._router = router
-        self._after_s = after_s
-        self._lent: deque[int] = deque()
-        self._news = asyncio.Event()
-        self._watchers: list[asyncio.Task[None]] = []
-
-    async def __aenter__(self) -> IdleWorkers:
-        self._router.lending.keep_spare()
-        self._watchers = [
-            background(self._watch(seat.index), f"idle worker {seat.index}")
-            for seat in self._router.seats
-        ]
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        await cancel(*self._watchers)
-
-    async def wait_released(self) -> None:
-        """Return once `pop` has a worker."""
-        while not self._lent:
-            self._news.clear()
-            await self._news.wait()
-
-    def pop(self) -> int | None:
-        """The next released worker; None when there is none now."""
-        return self._lent.popleft() if self._lent else None
-
-    async def _watch(self, index: int) -> None:
+    async def watch(index: int) -> None:
         # idle time before the block does not count
-        await asyncio.sleep(self._after_s)
-        await self._router.seats[index].idle_for(self._after_s)
-        seats = self._router.seats
-        serving = [seat for seat in seats if not seat.released]
-        if seats[index].released or len(serving) > 1:
-            if not seats[index].released:
-                self._router.lending.spare(index)
-            self._lent.append(index)
-            self._news.set()
+        await asyncio.sleep(after_s)
+        await router.seats[index].idle_for(after_s)
+        released = [seat.released for seat in router.seats]
+        if released[index] or released.count(False) > 1:
+            if not released[index]:
+                router.lending.spare(index)
+            found.append(index)
+            news.set()
+
+    places = range(len(router.seats))
+    watchers = [background(watch(index), f"idle worker {index}") for index in places]
+    try:
+        yield found, news
+    finally:
+        await cancel(*watchers)
 
 
 class Totals:
@@ -110,7 +92,7 @@ class Totals:
                 yield rpb.RunTasksResponse(closed=self._closed(sample.group_id))
         self._left[worker] -= 1
         if not self._left[worker]:
-            yield rpb.RunTasksResponse(share=self._share(worker))
+            yield rpb.RunTasksResponse(share=self.share(worker))
 
     def group(
         self, group_id: str, samples: Sequence[rpb.SampleFinished]
@@ -126,11 +108,8 @@ class Totals:
             yield rpb.RunTasksResponse(sample=sample)
         yield rpb.RunTasksResponse(closed=self._closed(group_id))
 
-    def _share(self, worker: int) -> rpb.ShareDone:
-        return self._shares.setdefault(worker, rpb.ShareDone(worker_index=worker))
-
     def _add(self, sample: rpb.SampleFinished, worker: int) -> None:
-        share, finished = self._share(worker), self.finished
+        share, finished = self.share(worker), self.finished
         share.samples += 1
         share.response_tokens += sample.response_tokens
         finished.response_tokens += sample.response_tokens
@@ -139,17 +118,16 @@ class Totals:
         if sample.group_id in self._rewards and sample.HasField("reward"):
             self._rewards[sample.group_id].append(sample.reward.value)
         self._stats += stats_from_proto(sample.speculation)
-        finished.rollout_s = share.elapsed_s = asyncio.get_running_loop().time() - self._started
+        finished.rollout_s = share.elapsed_s
 
     def _closed(self, group_id: str) -> rpb.ClosedGroup:
         rewards = self._rewards[group_id]
-        return rpb.ClosedGroup(
-            group_id=group_id, scored_sessions=len(rewards), equal_rewards=equal_rewards(rewards)
-        )
+        count, equal = len(rewards), equal_rewards(rewards)
+        return rpb.ClosedGroup(group_id=group_id, scored_sessions=count, equal_rewards=equal)
 
     def share(self, worker: int) -> rpb.ShareDone:
-        """The progress of a worker that is about to release its slot."""
-        share = self._share(worker)
+        """The progress of a worker."""
+        share = self._shares.setdefault(worker, rpb.ShareDone(worker_index=worker))
         share.elapsed_s = asyncio.get_running_loop().time() - self._started
         return share
 
@@ -199,7 +177,7 @@ class OpenRuns:
         taken, told = await self._taken(request.context), 0
         async with (
             taken.turn,  # a repeated call waits until the previous call has ended
-            IdleWorkers(gateway.router, gateway.config.release_after_s) as idle,
+            idle_workers(gateway.router, gateway.config.release_after_s) as (idle, idle_news),
             self._collect(step),
         ):
             while True:
@@ -213,9 +191,10 @@ class OpenRuns:
                 if whole or (not assigned and told >= request.open_groups):
                     break
                 comes = self._group_comes(step, taken if assigned else None)
-                await first_of(comes, idle.wait_released(), gateway.weights.damaged())
-                while (worker := idle.pop()) is not None:
-                    yield rpb.RunTasksResponse(share=totals.share(worker))
+                await first_of(comes, idle_news.wait(), gateway.weights.damaged())
+                idle_news.clear()
+                while idle:
+                    yield rpb.RunTasksResponse(share=totals.share(idle.popleft()))
                 if not assigned and step == min(self._collecting):
                     self._take(taken, agents.groups.pop(), step)
 
@@ -276,11 +255,11 @@ class OpenRuns:
             self._gateway.agents.put(member.session, samples)
         if group.scored:
             taken.groups[group.group_id] = [
-                sample_finished(session, session.worker_index or 0, AGENT, "stop")
-                for session in sessions
+                sample_finished(one, one.worker_index or 0, AGENT, "stop") for one in sessions
             ]
-            return
-        log.info("a group closed without a reward", group=group.group_id, sessions=len(sessions))
+        else:
+            message = "a group closed without a reward"
+            log.info(message, group=group.group_id, sessions=len(sessions))
 
     async def _taken(self, context: CommandContext) -> _Taken:
         key = (context.run_id, context.step)

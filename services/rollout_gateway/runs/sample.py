@@ -10,16 +10,11 @@ from typing import Any
 
 from paceline.errors import DataLoss, DeadlineExceeded, InvalidInput, PacelineError, Unavailable
 from paceline.messages import stats_to_proto
+from paceline.services.rollout_gateway import environments
 from paceline.services.rollout_gateway.calls.call import Call, Plan
 from paceline.services.rollout_gateway.calls.planner import Asked
 from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message
-from paceline.services.rollout_gateway.environments import (
-    ChatTurn,
-    Episode,
-    EpisodeTask,
-    TextTurn,
-    checked_episode,
-)
+from paceline.services.rollout_gateway.environments import Episode, EpisodeTask
 from paceline.services.rollout_gateway.environments.table import environment
 from paceline.services.rollout_gateway.gateway import Gateway
 from paceline.services.rollout_gateway.sessions import Assignment, FailReason, SessionState
@@ -96,17 +91,17 @@ class _SessionModel:
     def encode(self, text: str) -> tuple[int, ...]:
         return self._gateway.codec.encode(text, self._gateway.router.ready.max_sequence_tokens)
 
-    async def generate(self, prompt: tuple[int, ...]) -> TextTurn:
+    async def generate(self, prompt: tuple[int, ...]) -> environments.TextTurn:
         call = await self._run(await self._gateway.planner.completions(self._asked(), [prompt]))
-        return TextTurn(tuple(call.whole.token_ids), call.text, call.finish)
+        return environments.TextTurn(tuple(call.whole.token_ids), call.text, call.finish)
 
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
-    ) -> ChatTurn:
+    ) -> environments.ChatTurn:
         request = ChatRequest(tuple(messages), tuple(tools))
         asked = self._asked(sum(len(message.content) for message in messages))
         call = await self._run(await self._gateway.planner.chat(asked, request))
-        return ChatTurn(call.message or Message("assistant", call.text), call.finish)
+        return environments.ChatTurn(call.message or Message("assistant", call.text), call.finish)
 
     def score(self, reward: float) -> None:
         """See Model."""
@@ -194,7 +189,7 @@ class SampleRuns:
             async with asyncio.timeout(job.silence_s) as silence:
                 model = _SessionModel(self._gateway, job, session, silence)
                 try:
-                    return checked_episode(await led.run(asked, model))
+                    return environments.checked_episode(await led.run(asked, model))
                 finally:
                     model.silence = None
         except (Exception, SystemExit, asyncio.CancelledError) as error:
@@ -210,9 +205,8 @@ class SampleRuns:
         self, job: Job, asked: EpisodeTask, about: Assignment
     ) -> tuple[Session, Episode]:
         """Offer the task until an external agent claims it and leads its session to an end."""
-        session = await self._gateway.agents.offers.offer_task(
-            asked, about, job.session_id, job.worker_index
-        )
+        offers = self._gateway.agents.offers
+        session = await offers.offer_task(asked, about, job.session_id, job.worker_index)
         turns = session.tree.turns
         text = self._gateway.codec.decode(turns[-1].response_ids) if turns else ""
         messages = tuple(turn.message for turn in turns if turn.message is not None)
@@ -233,9 +227,8 @@ class SampleRuns:
                     session.score(Grant(score.value, parts=score.parts))
         except Exception as error:  # noqa: BLE001 - a sample's reward must not end the call
             away = isinstance(error, Unavailable | DeadlineExceeded)
-            self._gateway.agents.finish(
-                session, fail=FailReason.INFRA if away else FailReason.DATA, message=_told(error)
-            )
+            reason = FailReason.INFRA if away else FailReason.DATA
+            self._gateway.agents.finish(session, fail=reason, message=_told(error))
         else:
             self._gateway.agents.finish(session, abort=not scored)
 

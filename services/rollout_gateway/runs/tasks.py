@@ -6,8 +6,9 @@ disconnects, and the next call takes over the stream.
 """
 
 import asyncio
+import itertools
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -17,15 +18,8 @@ from paceline.services.rollout_gateway.engines.worker import wire
 from paceline.services.rollout_gateway.environments import PreparesTasks
 from paceline.services.rollout_gateway.environments.table import environment
 from paceline.services.rollout_gateway.gateway import Gateway
+from paceline.services.rollout_gateway.runs import sample as sampled
 from paceline.services.rollout_gateway.runs.open import OpenRuns, Totals
-from paceline.services.rollout_gateway.runs.sample import (
-    AGENT,
-    EXTERNAL,
-    Job,
-    SampleRuns,
-    recorded_sample,
-    settings_digest,
-)
 from paceline.services.rollout_gateway.sessions.tree import check_trainable
 from paceline.services.rollout_gateway.workers.metrics import describe_rounds
 from paceline.tasks import MAX_SAMPLES
@@ -41,9 +35,8 @@ def shares(samples: int, workers: int, *, together: bool) -> list[int]:
     """The worker of each sample, in equal shares: neighbouring samples `together`, or round
     robin.
     """
-    if together:
-        return [number * workers // samples for number in range(samples)]
-    return [number % workers for number in range(samples)]
+    numbers = range(samples)
+    return [one * workers // samples if together else one % workers for one in numbers]
 
 
 async def _prepare(prepared: PreparesTasks, request: rpb.RunTasksRequest) -> None:
@@ -65,7 +58,7 @@ class TaskRuns:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._samples = SampleRuns(gateway)
+        self._samples = sampled.SampleRuns(gateway)
         self.open = OpenRuns(gateway)
         self._running: dict[str, tuple[asyncio.Task[rpb.SampleFinished], int]] = {}
         """Each running sample and its first worker, by key."""
@@ -97,7 +90,7 @@ class TaskRuns:
         tasks, each = len(request.tasks), request.samples_per_task
         about = {names.TASKS: tasks, names.SAMPLES_PER_TASK: each}
         with span(names.RUN_TASKS, about) as current:
-            workers = range(len(self._gateway.router.seats))
+            workers = len(self._gateway.router.seats)
             # A hanging environment costs its sample and not the call.
             longest_s = self._gateway.config.sessions.timeout_s
             half_s = longest_s if within_s is None else within_s / 2
@@ -105,7 +98,7 @@ class TaskRuns:
             jobs = self._jobs(request, workers, silence_s)
             records = await self._records(jobs)
             groups = [job.task.group_id for job in jobs if job.trains]
-            totals = Totals([job.worker_index for job in jobs], groups, workers, started)
+            totals = Totals([job.worker_index for job in jobs], groups, range(workers), started)
             for share in totals.idle_shares():
                 yield rpb.RunTasksResponse(share=share)
             async with aclosing(self._outcomes(jobs, records)) as outcomes:
@@ -119,7 +112,7 @@ class TaskRuns:
     def _set_offers(self, request: rpb.RunTasksRequest) -> None:
         """Decide whether agents may claim the tasks of this run."""
         offers = self._gateway.agents.offers
-        if request.tasks and request.environment == EXTERNAL:
+        if request.tasks and request.environment == sampled.EXTERNAL:
             offers.record_offers()
         elif request.purpose == tpb.PURPOSE_TRAIN:
             whose = "are its agents' own: they open sessions with a task_id"
@@ -136,37 +129,36 @@ class TaskRuns:
             raise InvalidInput("tasks times samples_per_task", seen=samples, allowed=allowed)
         if len({task.task_id for task in request.tasks}) != len(request.tasks):
             raise InvalidInput("a task stands twice in one call", allowed="distinct task ids")
-        if request.environment != EXTERNAL:
+        if request.environment != sampled.EXTERNAL:
             found = environment(request.environment, self._gateway.equipment)
             if isinstance(found, PreparesTasks):
                 await _prepare(found, request)
-        if request.reward != AGENT:
+        if request.reward != sampled.AGENT:
             await self._gateway.rewards.check(request.reward)
         if request.purpose == tpb.PURPOSE_TRAIN:
             check_trainable(wire.sampling_from(request.sampling))
 
     def _jobs(
-        self, request: rpb.RunTasksRequest, workers: Sequence[int], silence_s: float
-    ) -> list[Job]:
+        self, request: rpb.RunTasksRequest, workers: int, silence_s: float
+    ) -> list[sampled.Job]:
         """Every sample with its worker. Repeats with the same workers give the same assignment, and
         a sample that already runs keeps its worker.
         """
         size = request.samples_per_task
-        settings = settings_digest(request)
+        settings = sampled.settings_digest(request)
         together = self._gateway.config.siblings == "together"
-        places = shares(len(request.tasks) * size, len(workers), together=together)
+        places = shares(len(request.tasks) * size, workers, together=together)
+        samples = itertools.product(request.tasks, range(size))
         jobs = [
-            Job(request, task, sample, workers[places[index * size + sample]], settings, silence_s)
-            for index, task in enumerate(request.tasks)
-            for sample in range(size)
+            sampled.Job(request, task, sample, place, settings, silence_s)
+            for (task, sample), place in zip(samples, places, strict=True)
         ]
-        placed = [(job, self._running.get(job.key)) for job in jobs]
-        return [
-            job if running is None else replace(job, worker_index=running[1])
-            for job, running in placed
-        ]
+        for index, job in enumerate(jobs):
+            if job.key in self._running:
+                jobs[index] = replace(job, worker_index=self._running[job.key][1])
+        return jobs
 
-    async def _records(self, jobs: list[Job]) -> Mapping[str, list[dict[str, Any]]]:
+    async def _records(self, jobs: list[sampled.Job]) -> Mapping[str, list[dict[str, Any]]]:
         """Ledger records of the step, if any sample is missing in memory."""
         known = all(job.key in self._running or job.key in self._answers for job in jobs)
         if known or not jobs[0].trains:
@@ -175,16 +167,16 @@ class TaskRuns:
         return await self._gateway.outbox.finals(context.run_id, context.step)
 
     async def _outcomes(
-        self, jobs: list[Job], records: Mapping[str, list[dict[str, Any]]]
-    ) -> AsyncGenerator[tuple[Job, rpb.SampleFinished]]:
+        self, jobs: list[sampled.Job], records: Mapping[str, list[dict[str, Any]]]
+    ) -> AsyncGenerator[tuple[sampled.Job, rpb.SampleFinished]]:
         """Yield every job with its outcome, in the order of their ends.
 
         Raises Unavailable as soon as a worker cannot start because the serving set is damaged. The
         trainer pushes that set again before the next call.
         """
-        ended: asyncio.Queue[tuple[Job, asyncio.Task[Any] | rpb.SampleFinished]] = asyncio.Queue()
+        ended = asyncio.Queue[tuple[sampled.Job, asyncio.Task[Any] | rpb.SampleFinished]]()
 
-        def ends(job: Job, task: asyncio.Task[Any]) -> None:
+        def ends(job: sampled.Job, task: asyncio.Task[Any]) -> None:
             task.add_done_callback(lambda done: ended.put_nowait((job, done)))
 
         for job in jobs:
@@ -192,7 +184,7 @@ class TaskRuns:
                 ended.put_nowait((job, self._answers[job.key]))
             elif job.session_id in records:
                 branches, source = records[job.session_id], job.request.reward
-                ended.put_nowait((job, recorded_sample(branches, source, job.worker_index)))
+                ended.put_nowait((job, sampled.recorded_sample(branches, source, job.worker_index)))
             else:
                 ends(job, self._begin(job))
         damaged = asyncio.create_task(self._gateway.weights.damaged())
@@ -204,7 +196,7 @@ class TaskRuns:
         finally:
             damaged.cancel()
 
-    def _begin(self, job: Job) -> asyncio.Task[rpb.SampleFinished]:
+    def _begin(self, job: sampled.Job) -> asyncio.Task[rpb.SampleFinished]:
         """The asyncio task of a sample, started now or by an earlier call."""
         if job.key not in self._running:
             task = asyncio.create_task(self._samples.run(job))
@@ -213,7 +205,7 @@ class TaskRuns:
             self._gateway.samples_left = len(self._running)
         return self._running[job.key][0]
 
-    def _ended(self, job: Job, task: asyncio.Task[rpb.SampleFinished]) -> None:
+    def _ended(self, job: sampled.Job, task: asyncio.Task[rpb.SampleFinished]) -> None:
         del self._running[job.key]
         self._gateway.samples_left = len(self._running)
         self._gateway.activity.moves()

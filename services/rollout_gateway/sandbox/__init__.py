@@ -100,13 +100,13 @@ class Sandbox:
                     log.warning(message, tried=failures)
                 return layers
             failures.append(f"{'+'.join(layers) or 'limits'}: {failure}")
-        raise ConfigError(
-            f"isolation {self.config.isolation!r} of model code is unavailable on this host",
-            seen="; ".join(failures),
-            allowed="a machine with these layers and memory enough for Python, or another "
+        message = f"isolation {self.config.isolation!r} of model code is unavailable on this host"
+        allowed = (
+            "a machine with these layers and memory enough for Python, or another "
             'gateway.rewards.sandbox.isolation; "limits" bounds time, memory and output alone: '
-            "the code reads files and opens sockets as the gateway's user",
+            "the code reads files and opens sockets as the gateway's user"
         )
+        raise ConfigError(message, seen="; ".join(failures), allowed=allowed)
 
     async def _trial(self, layers: tuple[str, ...]) -> str:
         """The reason that a trivial program does not run with these layers; empty when it does.
@@ -132,15 +132,8 @@ class Sandbox:
         except OSError as error:
             raise Unavailable("no directory could be made for a sandbox", seen=error) from error
 
-        request = launch.RunRequest(
-            parent=os.getpid(),
-            box=box,
-            layers=layers,
-            code=code,
-            stdin=stdin,
-            files=files,
-            **self.config.model_dump(exclude={"parallel", "isolation"}),
-        )
+        limits = self.config.model_dump(exclude={"parallel", "isolation"})
+        request = launch.RunRequest(os.getpid(), box, layers, code, stdin, files, **limits)
         try:
             return await _ask_launcher(request)
         finally:
@@ -194,8 +187,7 @@ def _python() -> str:
     """The interpreter itself instead of a virtual environment's, whose packages are not for the
     code.
     """
-    interpreter: str = getattr(sys, "_base_executable", sys.executable)
-    return os.path.realpath(interpreter)
+    return os.path.realpath(str(getattr(sys, "_base_executable", sys.executable)))
 
 
 def checked_files(files: Mapping[str, str]) -> dict[str, str]:

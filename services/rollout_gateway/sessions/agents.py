@@ -9,9 +9,10 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import redis.asyncio
+from redis.asyncio import Redis
 
 from paceline.errors import DeadlineExceeded, InvalidInput, PacelineError
 from paceline.rpc import scope_of
@@ -41,11 +42,7 @@ class Agents:
     """All sessions of one gateway, and their samples until these are sent."""
 
     def __init__(
-        self,
-        config: GatewayConfig,
-        outbox: Outbox,
-        client: redis.asyncio.Redis | None,
-        names: GatewayNames,
+        self, config: GatewayConfig, outbox: Outbox, client: Redis | None, names: GatewayNames
     ) -> None:
         """`client`: the durable Redis; None keeps no records."""
         self._config = config
@@ -91,11 +88,8 @@ class Agents:
         """
         if assignment.open_group and assignment.group_id:
             self.names.require_own(assignment.group_id, group=True)
-        captured = (
-            self.captures is not None
-            and assignment.trainable
-            and self.captures(secrets.randbits(63))
-        )
+        captures = self.captures if assignment.trainable else None
+        captured = captures is not None and captures(secrets.randbits(63))
         session = self.sessions.open(replace(assignment, capture=captured))
         await self._recorded(session)
         return session
@@ -114,9 +108,8 @@ class Agents:
         try:
             await self._recorded(claimed[0])
         except BaseException:
-            self.finish(
-                claimed[0], fail=FailReason.INFRA, message="nobody waited for the claimed task"
-            )
+            message = "nobody waited for the claimed task"
+            self.finish(claimed[0], fail=FailReason.INFRA, message=message)
             raise
         return claimed
 
@@ -137,12 +130,9 @@ class Agents:
             return Caller(session)
 
         if scope_of(self._config.security, api_key) is None:
-            raise InvalidInput(
-                "the request carries no token or a wrong one",
-                reason="UNAUTHENTICATED",
-                allowed="a session's key, or the token in tokens/agent of the run's directory",
-            )
-
+            message = "the request carries no token or a wrong one"
+            allowed = "a session's key, or the token in tokens/agent of the run's directory"
+            raise InvalidInput(message, reason="UNAUTHENTICATED", allowed=allowed)
         return Caller()
 
     async def complete(self, session: Session) -> None:
@@ -157,9 +147,8 @@ class Agents:
                 async with asyncio.timeout(limit_s):
                     await session.ended.wait()
             except TimeoutError as error:
-                raise DeadlineExceeded(
-                    "the session was not scored in time", seen=f"{limit_s:g} s"
-                ) from error
+                message, seen = "the session was not scored in time", f"{limit_s:g} s"
+                raise DeadlineExceeded(message, seen=seen) from error
         else:
             self.finish(session)
 
@@ -205,13 +194,9 @@ class Agents:
             self._records.ended(session.session_id)
             return
         self._unsent[session.session_id] = self._unsent.get(session.session_id, 0) + len(notes)
+        sent = partial(self._sent, session.session_id)
         for trajectory, reason in notes:
-            self._outbox.put(
-                trajectory,
-                reason,
-                sent=lambda: self._sent(session.session_id),
-                session=session.traceparent,
-            )
+            self._outbox.put(trajectory, reason, sent, session.traceparent)
 
     def _sent(self, session_id: str) -> None:
         """Counts one more sample of a session in Redis; after the last one its record is
@@ -241,12 +226,8 @@ class Agents:
             self.sessions.opened_early.clear()
             for session in self.sessions.expired():
                 log.info("session timed out", session=session.session_id)
-                claimed = self.offers.has_offer(session)
-                self.finish(
-                    session,
-                    fail=FailReason.INFRA if claimed else None,
-                    message="silent for too long",
-                )
+                fail = FailReason.INFRA if self.offers.has_offer(session) else None
+                self.finish(session, fail=fail, message="silent for too long")
 
 
 def _ended_with_gateway(record: Mapping[str, Any]) -> Ended:

@@ -52,15 +52,10 @@ class TaskOffers:
         self._open = open_session
         self._refusal = refusal
         self._offers_tasks = False
-        self._waiting: deque[Offer] = deque()
+        self.waiting: deque[Offer] = deque()  # unclaimed
         self._news = asyncio.Event()
         self._stopping = False
         self._claimed: dict[str, Offer] = {}  # by session id
-
-    @property
-    def waiting(self) -> int:
-        """Number of unclaimed tasks."""
-        return len(self._waiting)
 
     def record_offers(self) -> None:
         """Records that a run offers tasks, from now on and between its steps."""
@@ -78,15 +73,14 @@ class TaskOffers:
         """Offers the task until an agent has brought it to an end. The session is open if the agent
         completed it.
         """
-        offer = Offer(
-            task, assignment, session_id, worker_index, asyncio.get_running_loop().create_future()
-        )
+        outcome: asyncio.Future[Session] = asyncio.get_running_loop().create_future()
+        offer = Offer(task, assignment, session_id, worker_index, outcome)
         self._put(offer)
         try:
             return await offer.outcome
         except asyncio.CancelledError:
-            if offer in self._waiting:
-                self._waiting.remove(offer)
+            if offer in self.waiting:
+                self.waiting.remove(offer)
             self._claimed.pop(session_id, None)
             raise
 
@@ -102,7 +96,7 @@ class TaskOffers:
         """
         try:
             async with asyncio.timeout(wait_s):
-                while not self._waiting:
+                while not self.waiting:
                     if self._stopping:
                         raise Unavailable("the gateway is stopping")
                     if self._refusal:
@@ -112,14 +106,13 @@ class TaskOffers:
         except TimeoutError:
             return None
 
-        offer = self._waiting.popleft()
+        offer = self.waiting.popleft()
         try:
-            about = replace(offer.assignment, timeout_s=timeout_s)
-            if override is not None:
-                about = replace(about, override=override)
+            overrides = offer.assignment.override if override is None else override
+            about = replace(offer.assignment, timeout_s=timeout_s, override=overrides)
             session = self._open(about, offer.session_id)
         except BaseException:
-            self._waiting.appendleft(offer)
+            self.waiting.appendleft(offer)
             raise
 
         session.worker_index = offer.worker_index
@@ -151,13 +144,9 @@ class TaskOffers:
         if session.state is SessionState.FAILED and session.fail_reason is not None:
             reason = session.fail_reason
             offer.failures[reason] += 1
-            log.info(
-                "attempt failed",
-                task=offer.task.task_id,
-                reason=reason,
-                failures=offer.failures[reason],
-            )
-            if offer.failures[reason] < ATTEMPTS[reason]:
+            failures = offer.failures[reason]
+            log.info("attempt failed", task=offer.task.task_id, reason=reason, failures=failures)
+            if failures < ATTEMPTS[reason]:
                 self._put(offer)
                 return True
 
@@ -165,7 +154,7 @@ class TaskOffers:
         return False
 
     def _put(self, offer: Offer) -> None:
-        self._waiting.append(offer)
+        self.waiting.append(offer)
         self._news.set()
 
 
@@ -184,9 +173,8 @@ class Member:
     @property
     def scored(self) -> bool:
         """Whether it can be trained."""
-        return self.session.state is SessionState.FINAL and any(
-            one.reward is not None for one in self.samples
-        )
+        final = self.session.state is SessionState.FINAL
+        return final and any(one.reward is not None for one in self.samples)
 
 
 @dataclass(eq=False, slots=True)
@@ -211,26 +199,17 @@ class OpenGroups:
         self._deadline_s = deadline_s
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._gathering: dict[str, OpenGroup] = {}
+        self.gathering: dict[str, OpenGroup] = {}  # groups that wait for siblings
         self._closed: OrderedDict[str, OpenGroup] = OrderedDict()
         self._gone: OrderedDict[str, None] = OrderedDict()
-        self._any_closed = asyncio.Event()
-        self._listeners: set[asyncio.Event] = set()
-
-    @property
-    def gathering(self) -> int:
-        """Number of groups that wait for siblings."""
-        return len(self._gathering)
+        self._close_event = asyncio.Event()  # of the next group; replaced when it is set
 
     def admit(self) -> None:
         """Raises ResourceExhausted while too much waits for a step."""
         if self._bytes > self._max_bytes:
-            raise ResourceExhausted(
-                "finished sessions wait for a training step; new ones are refused until one has "
-                "taken them",
-                seen=f"{self._bytes} bytes",
-                allowed=f"{self._max_bytes} bytes",
-            )
+            message = "finished sessions wait for a training step, which new sessions have to await"
+            seen, allowed = f"{self._bytes} bytes", f"{self._max_bytes} bytes"
+            raise ResourceExhausted(message, seen=seen, allowed=allowed)
 
     def add(self, session: Session) -> bool:
         """Adds an ended session.
@@ -241,9 +220,9 @@ class OpenGroups:
         group_id = session.group_id
         if group_id in self._gone:
             return False
-        group = self._gathering.get(group_id) or self._closed.get(group_id)
+        group = self.gathering.get(group_id) or self._closed.get(group_id)
         if group is None:
-            group = self._gathering[group_id] = OpenGroup(group_id, about.group_size)
+            group = self.gathering[group_id] = OpenGroup(group_id, about.group_size)
             loop = asyncio.get_running_loop()
             group.alarm = loop.call_later(self._deadline_s, self._close, group)
 
@@ -258,31 +237,24 @@ class OpenGroups:
 
     async def closed(self) -> None:
         """Returns once there is a group for `pop`."""
-        await self._any_closed.wait()
+        while not self._closed:
+            await self._close_event.wait()
 
     async def waiting(self) -> AsyncGenerator[int]:
         """Number of groups for `pop`: at once if there are any, then whenever another
         group closes.
         """
-        more = asyncio.Event()
-        self._listeners.add(more)
-        try:
+        while True:
+            more = self._close_event
             if self._closed:
-                more.set()
-            while True:
-                await more.wait()
-                more.clear()
                 yield len(self._closed)
-        finally:
-            self._listeners.discard(more)
+            await more.wait()
 
     def pop(self) -> OpenGroup | None:
         """The group that closed first; None without one."""
         if not self._closed:
             return None
         group_id, group = self._closed.popitem(last=False)
-        if not self._closed:
-            self._any_closed.clear()
         self._bytes -= sum(_size(member) for member in group.members)
         self._gone[group_id] = None
         if len(self._gone) > CLOSED_REMEMBERED:
@@ -291,24 +263,23 @@ class OpenGroups:
 
     def give_up(self) -> list[OpenGroup]:
         """All groups not taken by a step, at the end of the process."""
-        groups = [*self._closed.values(), *self._gathering.values()]
+        groups = [*self._closed.values(), *self.gathering.values()]
         for group in groups:
             if group.alarm is not None:
                 group.alarm.cancel()
         self._closed.clear()
-        self._any_closed.clear()
-        self._gathering.clear()
+        self.gathering.clear()
         self._bytes = 0
         return groups
 
     def _close(self, group: OpenGroup) -> None:
-        if self._gathering.pop(group.group_id, None) is None:
+        if self.gathering.pop(group.group_id, None) is None:
             return
         if group.alarm is not None:
             group.alarm.cancel()
         self._closed[group.group_id] = group
-        for more in (self._any_closed, *self._listeners):
-            more.set()
+        self._close_event.set()
+        self._close_event = asyncio.Event()
 
 
 def _size(member: Member) -> int:

@@ -49,11 +49,9 @@ class GatewayNames:
         if group and not _DRAWN.fullmatch(name):
             other = zlib.crc32(name.encode("utf-8", "surrogatepass")) % len(self.addresses)
         if other != self.number:
-            error = OtherGateway(
-                "another gateway has this session, key, completion or group",
-                seen=f"gateway {self.number}",
-                allowed=f"gateway {other}{self._address(other) if addressed else ''}",
-            )
+            message = "another gateway has this session, key, completion or group"
+            allowed = f"gateway {other}{self._address(other) if addressed else ''}"
+            error = OtherGateway(message, seen=f"gateway {self.number}", allowed=allowed)
             error.gateway = other
             raise error
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import redis.asyncio
+from redis.asyncio import Redis
 
 from paceline.errors import PacelineError, ResourceExhausted
 from paceline.services.rollout_gateway.background import background, cancel
@@ -32,7 +32,7 @@ class _Parcel:
     unpublished: str  # reason that it never enters the stream; empty if it does
     fields: dict[str, str]
     payload: bytes = field(repr=False)
-    sent: Callable[[], None] | None = field(repr=False)  # called when Redis has it
+    sent: Callable[[], None] = field(repr=False)  # called when Redis has it
     session: str  # traceparent of its session's span; empty without one
 
 
@@ -42,30 +42,26 @@ class Outbox:
     `client` None: nothing is kept (no Redis configured).
     """
 
-    def __init__(self, client: redis.asyncio.Redis | None, max_unsent_bytes: int) -> None:
-        self._client = client
+    def __init__(self, client: Redis | None, max_unsent_bytes: int) -> None:
+        self._client: Any = client
         self._max_unsent_bytes = max_unsent_bytes
         self._parcels: deque[_Parcel] = deque()
-        self._unsent_bytes = 0
+        self.unsent_bytes = 0
+        """Bytes put and not yet acknowledged by Redis."""
         self._wake = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
-        self._ledger = functools.lru_cache(LEDGERS_KEPT)(functools.partial(_ledger, client))
+        self._ledger = functools.lru_cache(LEDGERS_KEPT)(
+            lambda run_id: Ledger(self._client, run_id)
+        )
         self._task: asyncio.Task[None] | None = None
-
-    @property
-    def unsent_bytes(self) -> int:
-        """Bytes put and not yet acknowledged by Redis."""
-        return self._unsent_bytes
 
     def admit(self) -> None:
         """Raises ResourceExhausted while more bytes wait than permitted."""
-        if self._unsent_bytes > self._max_unsent_bytes:
-            raise ResourceExhausted(
-                "trajectories wait for Redis; new work is refused until they are sent",
-                seen=f"{self._unsent_bytes} bytes",
-                allowed=f"{self._max_unsent_bytes} bytes",
-            )
+        if self.unsent_bytes > self._max_unsent_bytes:
+            message = "trajectories wait for Redis; new work is refused until they are sent"
+            seen, allowed = f"{self.unsent_bytes} bytes", f"{self._max_unsent_bytes} bytes"
+            raise ResourceExhausted(message, seen=seen, allowed=allowed)
 
     def start(self) -> None:
         """Starts sending."""
@@ -80,29 +76,24 @@ class Outbox:
             async with asyncio.timeout(grace_s):
                 await self._empty.wait()
         except TimeoutError:
-            log.error("branches were not sent before the stop", bytes=self._unsent_bytes)
+            log.error("branches were not sent before the stop", bytes=self.unsent_bytes)
         await cancel(self._task)
 
     def put(
-        self,
-        trajectory: Trajectory,
-        unpublished: str = "",
-        sent: Callable[[], None] | None = None,
-        session: str = "",
+        self, trajectory: Trajectory, unpublished: str, sent: Callable[[], None], session: str
     ) -> None:
         """Queues a finished branch. `unpublished`: the reason that it only gets a note in the
-        ledger.
+        ledger; empty if it enters the stream.
 
         `sent` is called when Redis has it, or at once if nothing is kept. `session` is the
         traceparent that the append links.
         """
         if self._client is None:
-            if sent is not None:
-                sent()
+            sent()
             return
         fields, payload = encode_trajectory(trajectory)
         self._parcels.append(_Parcel(trajectory, unpublished, fields, payload, sent, session))
-        self._unsent_bytes += len(payload)
+        self.unsent_bytes += len(payload)
         self._empty.clear()
         self._wake.set()
 
@@ -123,7 +114,7 @@ class Outbox:
                 sent = await asyncio.gather(*(self._send(parcel) for parcel in batch))
                 for parcel, done in zip(reversed(batch), reversed(sent), strict=True):
                     if done:
-                        self._unsent_bytes -= len(parcel.payload)
+                        self.unsent_bytes -= len(parcel.payload)
                     else:
                         self._parcels.appendleft(parcel)
                 if not all(sent):
@@ -131,33 +122,20 @@ class Outbox:
             self._empty.set()
 
     async def _send(self, parcel: _Parcel) -> bool:
-        trajectory = parcel.trajectory
+        trajectory, branch = parcel.trajectory, str(parcel.trajectory.key)
         try:
-            ledger = self._ledger(trajectory.key.run_id)
-            with span(
-                names.TRAJECTORY_APPEND,
-                {names.MESSAGING_SYSTEM: "redis", names.BRANCH: str(trajectory.key)},
-                kind="producer",
-                parent=extract(parcel.fields),
-                links=[parcel.session],
-            ):
+            ledger, links = self._ledger(trajectory.key.run_id), [parcel.session]
+            about = {names.MESSAGING_SYSTEM: "redis", names.BRANCH: branch}
+            parent = extract(parcel.fields)
+            with span(names.TRAJECTORY_APPEND, about, kind="producer", parent=parent, links=links):
                 if parcel.unpublished:
                     await ledger.record_unpublished(trajectory, parcel.unpublished)
                 else:
-                    await ledger.append_final(
-                        trajectory, {**parcel.fields, **inject()}, parcel.payload
-                    )
+                    fields = {**parcel.fields, **inject()}
+                    await ledger.append_final(trajectory, fields, parcel.payload)
         except PacelineError as error:
-            log.warning(
-                "branch not sent; it is tried again", branch=str(trajectory.key), error=str(error)
-            )
+            log.warning("branch not sent; it is tried again", branch=branch, error=str(error))
             return False
 
-        if parcel.sent is not None:
-            parcel.sent()
+        parcel.sent()
         return True
-
-
-def _ledger(client: redis.asyncio.Redis | None, run_id: str) -> Ledger:
-    assert client is not None
-    return Ledger(client, run_id)

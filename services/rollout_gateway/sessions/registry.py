@@ -15,15 +15,13 @@ from paceline.errors import FailedPrecondition, NotFound, ResourceExhausted
 from paceline.services.rollout_gateway.config import SessionsConfig
 from paceline.services.rollout_gateway.sessions import Assignment, FailReason, SessionState
 from paceline.services.rollout_gateway.sessions.names import GatewayNames
-from paceline.services.rollout_gateway.sessions.session import (
-    Session,
-    ended_error,
-    open_session_span,
-)
+from paceline.services.rollout_gateway.sessions.session import Session, ended_error
 from paceline.services.rollout_gateway.sessions.tree import Turn
 from paceline.streams import api_key_hash
 from paceline.tagged_json import to_object
 from paceline.trajectory import DrawSpan, VersionSpan
+
+_SHOWN_OF_ASSIGNMENT = ("task_id", "group_size", "sample_index", "trainable", "turn_discount")
 
 
 def session_json(session: Session) -> dict[str, Any]:
@@ -33,13 +31,9 @@ def session_json(session: Session) -> dict[str, Any]:
         "id": session.session_id,
         "object": "session",
         "state": str(session.state),
-        "task_id": about.task_id,
         "group_id": session.group_id,
-        "group_size": about.group_size,
-        "sample_index": about.sample_index,
-        "trainable": about.trainable,
+        **{name: getattr(about, name) for name in _SHOWN_OF_ASSIGNMENT},
         "override_sampling": about.trainable and about.override,
-        "turn_discount": about.turn_discount,
         "reward": session.reward,
         "fail_reason": None if session.fail_reason is None else str(session.fail_reason),
         "turns": len(turns),
@@ -67,12 +61,11 @@ def samples_json(session: Session) -> dict[str, Any]:
 
 
 def _turn_json(turn: Turn) -> dict[str, Any]:
+    lists = ("prompt_ids", "response_ids", "behavior_logprobs")
     return {
         "completion_id": turn.completion_id,
         "parent": None if turn.parent is None else turn.parent.completion_id,
-        "prompt_ids": list(turn.prompt_ids),
-        "response_ids": list(turn.response_ids),
-        "behavior_logprobs": list(turn.behavior_logprobs),
+        **{name: list(getattr(turn, name)) for name in lists},
         "version_spans": _listed(turn.version_spans),
         "draw_spans": _listed(turn.draw_spans),
         "finish_reason": turn.finish,
@@ -160,20 +153,13 @@ class Sessions:
     def open(self, assignment: Assignment, session_id: str = "") -> Session:
         """A new session with its own key. Raises ResourceExhausted when too many are open."""
         if len(self._open) >= self._config.limit and not self._drop_implicit():
-            raise ResourceExhausted(
-                "too many sessions are open", seen=len(self._open), allowed=self._config.limit
-            )
+            seen, allowed = len(self._open), self._config.limit
+            raise ResourceExhausted("too many sessions are open", seen=seen, allowed=allowed)
 
         key = "" if assignment.implicit else self._names.draw(KEY_PREFIX, 24)
         session_id = session_id or self._names.draw()
-        session = Session(
-            session_id,
-            assignment,
-            self._config,
-            api_key=key,
-            now_s=self._clock(),
-            span=open_session_span(session_id, assignment) if key else None,
-        )
+        now_s = self._clock()
+        session = Session(session_id, assignment, self._config, api_key=key, now_s=now_s)
         self._ended.pop(session_id, None)  # another attempt under its id
         self._open[session_id] = session
         if key:
@@ -214,23 +200,22 @@ class Sessions:
         if hashed in self._keys:
             return self._keys[hashed].session_id
         ended = self._ended_keys.get(hashed)
-        is_last = ended is not None and self._ended.get(ended.session_id) is ended
-        return ended.session_id if ended is not None and is_last else None
+        if ended is not None and self._ended.get(ended.session_id) is ended:
+            return ended.session_id
+        return None
 
     def by_completion(self, completion_id: str) -> Session:
         """The open session of a completion. Raises NotFound."""
-        session = self._completions.get(completion_id)
-        if session is None:
+        if completion_id not in self._completions:
             self._names.require_own(completion_id)
             raise NotFound("no open session has this completion", seen=completion_id)
-        return self._touched(session)
+        return self._touched(self._completions[completion_id])
 
     def by_conversation(self, digests: Sequence[bytes]) -> Session | None:
         """The implicit session with a model message that this conversation continues."""
         for digest in reversed(digests[1:]):
-            session = self._conversations.get(digest)
-            if session is not None:
-                return self._touched(session)
+            if digest in self._conversations:
+                return self._touched(self._conversations[digest])
         return None
 
     def record_turn(self, session: Session, turn: Turn) -> None:
@@ -306,19 +291,16 @@ class Sessions:
         """Time at which the session expires."""
         if session.assignment.implicit:
             return session.touched_s + self._config.implicit_timeout_s
-        return session.touched_s + min(
-            session.assignment.timeout_s or self._config.timeout_s, self._config.timeout_s
-        )
+        longest_s = self._config.timeout_s
+        return session.touched_s + min(session.assignment.timeout_s or longest_s, longest_s)
 
     def _drop_implicit(self) -> bool:
         """Makes room by removing the implicit conversation that has been silent longest and has no
         reward.
         """
-        idle = next(
-            (one for one in self._implicit.values() if not one.busy and not one.scored), None
-        )
-        if idle is None:
-            return False
-        idle.close()
-        self.remove(idle)
-        return True
+        for session in self._implicit.values():
+            if not session.busy and not session.scored:
+                session.close()
+                self.remove(session)
+                return True
+        return False

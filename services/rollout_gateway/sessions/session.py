@@ -18,15 +18,6 @@ from paceline.services.rollout_gateway.sessions import tree
 from paceline.telemetry import inject, names, open_span
 from paceline.trajectory import REWARD_RANGE, Trajectory, is_reward
 
-
-def open_session_span(session_id: str, about: sessions.Assignment) -> Span:
-    """The span of a session that an agent opens in the current request."""
-    labels = {names.SESSION_ID: session_id, names.GEN_AI_CONVERSATION: session_id}
-    if about.task_id:
-        labels[names.TASK] = about.task_id
-    return open_span(names.AGENT_SESSION, labels)
-
-
 PARALLEL, QUOTA = "SESSION_PARALLEL", "SESSION_QUOTA"
 OWN_LIMITS = (PARALLEL, QUOTA)
 """Error reasons for a session's own limits, as opposed to a shortage of the gateway."""
@@ -55,15 +46,22 @@ class Session:
         *,
         api_key: str = "",
         now_s: float = 0.0,
-        span: Span | None = None,
     ) -> None:
+        """`api_key`: of a session that an agent opens in the current request; empty for another
+        session, which has no span.
+        """
         self.session_id = session_id
         self.assignment = assignment
         self.api_key = api_key
-        self._span = span
-        context = {} if span is None else inject(set_span_in_context(span))
-        self.traceparent = context.get("traceparent", "")
+        self._span: Span | None = None
+        self.traceparent = ""
         """Of the session's span; empty without one."""
+        if api_key:
+            labels = {names.SESSION_ID: session_id, names.GEN_AI_CONVERSATION: session_id}
+            if assignment.task_id:
+                labels[names.TASK] = assignment.task_id
+            self._span = open_span(names.AGENT_SESSION, labels)
+            self.traceparent = inject(set_span_in_context(self._span)).get("traceparent", "")
         self.state = sessions.SessionState.OPEN
         self.fail_reason: sessions.FailReason | None = None
         self.tree = tree.MessageTree()
@@ -115,10 +113,8 @@ class Session:
 
         limits, active = self._limits, self._active + ahead
         if active >= limits.max_parallel:
-            message = "too many requests of one session are under way"
-            raise errors.ResourceExhausted(
-                message, reason=PARALLEL, seen=active, allowed=limits.max_parallel
-            )
+            message, allowed = "too many requests of one session are under way", limits.max_parallel
+            raise errors.ResourceExhausted(message, reason=PARALLEL, seen=active, allowed=allowed)
         if len(self.tree.turns) + active >= limits.max_turns:
             raise self._spent("generations", limits.max_turns)
         if self.tree.tokens + self._active_tokens >= limits.max_tokens:
@@ -159,20 +155,18 @@ class Session:
         reward or a late one, NotFound for an unknown completion.
         """
         if not is_reward(grant.value):
-            raise errors.InvalidInput(
-                "a reward is a finite number", seen=grant.value, allowed=REWARD_RANGE
-            )
+            message = "a reward is a finite number"
+            raise errors.InvalidInput(message, seen=grant.value, allowed=REWARD_RANGE)
         turn = self._turn(grant.completion_id)
         known = self.reward if turn is None else turn.reward
         if grant.accumulate:
             known = self._accumulated(grant, known)
         elif known == grant.value:
             return
-        elif known is not None:
-            self.require_open()
-            raise self._conflict(grant.value, known)
         else:
             self.require_open()
+            if known is not None:
+                raise self._conflict(grant.value, known)
             known = grant.value
 
         if turn is None:
@@ -189,15 +183,9 @@ class Session:
         """
         if self.state is not sessions.SessionState.OPEN:
             return False
-        self.fail_reason = fail
-        if fail is not None:
-            self.state = sessions.SessionState.FAILED
-        elif abort:
-            self.state = sessions.SessionState.ABORTED
-        elif self.scored:
-            self.state = sessions.SessionState.FINAL
-        else:
-            self.state = sessions.SessionState.UNSCORED
+        self.fail_reason, states = fail, sessions.SessionState
+        ended = states.FINAL if self.scored else states.UNSCORED
+        self.state = states.FAILED if fail is not None else states.ABORTED if abort else ended
         if self._span is not None:
             self._span.set_attribute(names.SESSION_STATE, self.outcome)
             self._span.set_attribute(names.SESSION_TURNS, len(self.tree.turns))
@@ -229,16 +217,14 @@ class Session:
         turn = self.tree.by_id(completion_id)
         if turn is None:
             known = ", ".join(turn.completion_id for turn in self.tree.turns[-8:])
-            raise errors.NotFound(
-                "the session has no such completion", seen=completion_id, allowed=known or None
-            )
+            message = "the session has no such completion"
+            raise errors.NotFound(message, seen=completion_id, allowed=known or None)
         return turn
 
     def _accumulated(self, grant: Grant, known: float | None) -> float:
         if not grant.idempotency_key:
-            raise errors.InvalidInput(
-                "an accumulated reward needs an idempotency_key", allowed="a name of its own"
-            )
+            message = "an accumulated reward needs an idempotency_key"
+            raise errors.InvalidInput(message, allowed="a name of its own")
 
         before = self._added.get(grant.idempotency_key)
         if before == grant and known is not None:
@@ -250,20 +236,16 @@ class Session:
             raise errors.ResourceExhausted("too many rewards in one session", seen=len(self._added))
         total = (known or 0.0) + grant.value
         if not is_reward(total):
-            raise errors.InvalidInput(
-                "accumulated rewards stay a finite number",
-                seen=f"{known:g} + {grant.value:g}",
-                allowed=REWARD_RANGE,
-            )
+            message, seen = "accumulated rewards stay finite", f"{known:g} + {grant.value:g}"
+            raise errors.InvalidInput(message, seen=seen, allowed=REWARD_RANGE)
 
         self._added[grant.idempotency_key] = grant
         return total
 
     def _conflict(self, seen: float, allowed: float) -> errors.FailedPrecondition:
         message = f"session {self.session_id} has another reward"
-        return errors.FailedPrecondition(
-            message, reason="REWARD_CONFLICT", seen=seen, allowed=allowed
-        )
+        reason = "REWARD_CONFLICT"
+        return errors.FailedPrecondition(message, reason=reason, seen=seen, allowed=allowed)
 
     def _spent(self, what: str, limit: int) -> errors.FailedPrecondition:
         """The error for a used-up quota, which waiting does not renew."""
@@ -275,13 +257,9 @@ def ended_error(
     session_id: str, state: sessions.SessionState, reason: sessions.FailReason | None = None
 ) -> errors.FailedPrecondition:
     """The error for a call on an ended session."""
-    seen = f"{state}: {reason}" if reason else str(state)
-    return errors.FailedPrecondition(
-        f"session {session_id} has ended",
-        reason="SESSION_ENDED",
-        seen=seen,
-        allowed=sessions.SessionState.OPEN,
-    )
+    seen, allowed = f"{state}: {reason}" if reason else str(state), sessions.SessionState.OPEN
+    message, code = f"session {session_id} has ended", "SESSION_ENDED"
+    return errors.FailedPrecondition(message, reason=code, seen=seen, allowed=allowed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,12 +60,7 @@ class Turn:
     @property
     def token_ids(self) -> list[int]:
         """[T] all tokens up to the end of this answer."""
-        return [
-            token
-            for turn in self.path
-            for ids in (turn.prompt_ids, turn.response_ids)
-            for token in ids
-        ]
+        return [one for turn in self.path for one in (*turn.prompt_ids, *turn.response_ids)]
 
     @property
     def tokens(self) -> int:
@@ -177,10 +172,9 @@ def samples(
         found = [one for line in lines for one in _turns(line, reward, about.turn_discount)]
 
     scored = sum(value is not None for _, value in found)
-    return [
-        _trajectory(BranchKey(about.run_id, session_id, str(index)), about, line, value, scored)
-        for index, (line, value) in enumerate(found)
-    ]
+    keys = [BranchKey(about.run_id, session_id, str(index)) for index in range(len(found))]
+    pairs = zip(keys, found, strict=True)
+    return [_trajectory(key, about, line, value, scored) for key, (line, value) in pairs]
 
 
 def check_trainable(sampling: Sampling) -> None:
@@ -188,12 +182,11 @@ def check_trainable(sampling: Sampling) -> None:
     alone, would find other log-probs.
     """
     if found := untrainable(sampling):
-        raise TrainabilityError(
-            "these samples cannot be trained; open the session with trainable=false or leave the "
-            "setting out",
-            seen=", ".join(f"{name}={_short(value)}" for name, value in found.items()),
-            allowed="temperature > 0, and neutral values of the parameters that change draws",
-        )
+        advice = "open the session with trainable=false or leave the setting out"
+        seen = ", ".join(f"{name}={_short(value)}" for name, value in found.items())
+        allowed = "temperature > 0, and neutral values of the parameters that change draws"
+        message = f"these samples cannot be trained; {advice}"
+        raise TrainabilityError(message, seen=seen, allowed=allowed)
 
 
 def overridden(sampling: Sampling, temperature: float) -> tuple[Sampling, tuple[str, ...]]:

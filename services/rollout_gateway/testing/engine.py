@@ -53,9 +53,7 @@ class ScriptedEngine:
         )
         self._waiting: list[script.ScriptedRun] = []
         self._running: list[script.ScriptedRun] = []
-        self._prepared: control.PreparedVersions[AcceptanceShift | None] = (
-            control.PreparedVersions()
-        )
+        self._prepared = control.PreparedVersions[AcceptanceShift | None]()
         # a float32 head, and a row of keys and values per token
         tokens = spec.vocab_size + 2 * spec.max_batch * spec.max_sequence_tokens
         self._memory_bytes = 4 * spec.hidden_size * tokens
@@ -71,14 +69,9 @@ class ScriptedEngine:
     @property
     def info(self) -> nouns.EngineInfo:
         spec = self._spec
-        return nouns.EngineInfo(
-            spec.vocab_size,
-            spec.hidden_size,
-            spec.max_sequence_tokens,
-            spec.arms,
-            _CAPABILITIES,
-            nouns.RowLayout.last(spec.hidden_size),
-        )
+        sizes = spec.vocab_size, spec.hidden_size, spec.max_sequence_tokens
+        rows = nouns.RowLayout.last(spec.hidden_size)
+        return nouns.EngineInfo(*sizes, spec.arms, _CAPABILITIES, rows)
 
     @property
     def versions(self) -> VersionSet:
@@ -115,11 +108,9 @@ class ScriptedEngine:
         self._waiting.append(script.ScriptedRun(sequence, answer, nan_token=self._spec.nan_token))
 
     def abort(self, request_ids: frozenset[int] | None) -> list[nouns.Chunk]:
-        ended = [
-            run
-            for run in (*self._running, *self._waiting)
-            if request_ids is None or run.request.request_id in request_ids
-        ]
+        runs = (*self._running, *self._waiting)
+        ids = request_ids
+        ended = [run for run in runs if ids is None or run.request.request_id in ids]
         for run in ended:
             run.sequence.finish = nouns.Finish.ABORT
         self._waiting = [run for run in self._waiting if run not in ended]
@@ -174,12 +165,9 @@ class ScriptedEngine:
         """The requests that may take their tokens of this round."""
         if not self._spec.ends_with or Path(self._spec.ends_with).exists():
             return batch
-        most = 1 + script.drafts_of(arm)
-        return [
-            run
-            for run in batch
-            if run.request.probe or not run.ends_within(run.answer.tokens_per_round or most)
-        ]
+        paces = [run.answer.tokens_per_round or 1 + script.drafts_of(arm) for run in batch]
+        pairs = zip(batch, paces, strict=True)
+        return [run for run, pace in pairs if run.request.probe or not run.ends_within(pace)]
 
     def pause(self, mode: nouns.PauseMode) -> list[nouns.Chunk]:
         self._paused = True
@@ -246,9 +234,8 @@ class ScriptedEngine:
         return []
 
     def _choose(self, batch: list[script.ScriptedRun], situation: Situation) -> tuple[str, bool]:
-        forced = self._forced or next(
-            (run.request.forced_arm for run in batch if run.request.forced_arm), ""
-        )
+        asked = (run.request.forced_arm for run in batch if run.request.forced_arm)
+        forced = self._forced or next(asked, "")
         if forced:
             return OFF if forced in self._barred else forced, False
         served = tuple(arm for arm in self._spec.arms if arm not in self._barred)
@@ -263,9 +250,8 @@ class ScriptedEngine:
         emitted = run.emit(self._wanted(run, arm), origin, nan=nan)
         # A reply's own pace may exceed the arm's longest accepted length.
         taken = min(emitted, 1 + script.drafts_of(arm))
-        sequence.count(
-            arm, script.drafts_of(arm), taken, trained=speculator_of(arm) not in ("", "ngram")
-        )
+        trained = speculator_of(arm) not in ("", "ngram")
+        sequence.count(arm, script.drafts_of(arm), taken, trained=trained)
         self._tokens += 0 if sequence.request.probe else emitted
         self._write_rows(run)
         return taken
@@ -285,9 +271,8 @@ class ScriptedEngine:
         if self._sink is None or not run.request.capture:
             return
         tokens, positions = run.unwritten()
-        rows = script.scripted_rows(
-            tokens, positions, self._spec.hidden_size, self._spec.features_dtype
-        )
+        size, dtype = self._spec.hidden_size, self._spec.features_dtype
+        rows = script.scripted_rows(tokens, positions, size, dtype)
         ids = np.full(len(tokens), run.request.request_id, dtype=np.uint64)
         self._sink.write(ids, positions, tokens, self.versions.policy, rows)
 

@@ -59,9 +59,7 @@ class ScriptedSpec(settings.BatchSettings, settings.RunValues):
     response_tokens: tuple[int, int] = (4, 32)  # bounds of unscripted responses, eos included
     tokenizer: str = ""  # tokenizer.json; needed only for stop strings and replies
     arms: tuple[str, ...] = ("off", "eagle:3_1_4", "ngram:4_1_5")
-    accept_lengths: dict[str, float] = Field(
-        default_factory=lambda: {"eagle:3_1_4": 2.5, "ngram:4_1_5": 1.5}
-    )
+    accept_lengths: dict[str, float] = Field(default={"eagle:3_1_4": 2.5, "ngram:4_1_5": 1.5})
     costs_s: dict[str, dict[int, float]] = Field(
         default_factory=lambda: {"off": {1: 1e-3, 8: 2e-3}, "eagle:3_1_4": {1: 1.2e-3, 8: 3e-3}}
     )  # arm -> batch size -> seconds of a round; the largest size not above the batch counts
@@ -116,9 +114,8 @@ def read_script(path: Path) -> dict[str, Any]:
     Raises InvalidInput with the file's path.
     """
     try:
-        return ScriptedSpec.model_validate_json(path.read_text(encoding="utf-8")).model_dump(
-            mode="json", exclude_unset=True
-        )
+        spec = ScriptedSpec.model_validate_json(path.read_text(encoding="utf-8"))
+        return spec.model_dump(mode="json", exclude_unset=True)
     except (OSError, ValueError) as error:
         raise InvalidInput(f"the script {path} cannot be used: {error}") from error
 
@@ -160,11 +157,8 @@ class Script:
         given = spec.tokenizer
         tokenizer = read_text(Path(given).parent).tokenizer() if given else None
         if spec.replies and tokenizer is None:
-            raise ConfigError(
-                "replies need the setting `tokenizer`",
-                seen="",
-                allowed="the path of a tokenizer.json",
-            )
+            allowed = "the path of a tokenizer.json"
+            raise ConfigError("replies need the setting `tokenizer`", seen="", allowed=allowed)
         self._spec = spec
         self._tokenizer = tokenizer
         self._prompts = {line.prompt for line in spec.script}
@@ -200,11 +194,8 @@ def _encoded(reply: Reply, spec: ScriptedSpec, tokenizer: Tokenizer) -> list[Scr
     for text in reply.texts:
         token_ids = (*tokenizer.encode(text, add_special_tokens=False).ids, spec.eos_token_id)
         if max(token_ids) >= spec.vocab_size:
-            raise InvalidInput(
-                f"a text of the reply {reply.pattern.pattern!r} has a token out of range",
-                seen=max(token_ids),
-                allowed=spec.vocab_size - 1,
-            )
+            message = f"a text of the reply {reply.pattern.pattern!r} has a token out of range"
+            raise InvalidInput(message, seen=max(token_ids), allowed=spec.vocab_size - 1)
         answers.append(ScriptedAnswer(token_ids, reply.tokens_per_round))
     return answers
 
@@ -243,10 +234,8 @@ class ScriptedRun:
         logprobs = [
             math.nan if nan or one == self.nan_token else scripted_logprob(one) for one in tokens
         ]
-        drafted = origin.arm != OFF
-        taken = sequence.append_tokens(
-            tokens, logprobs, [1.0] * count, origin, count - 1 if drafted else 0
-        )
+        accepted = count - 1 if origin.arm != OFF else 0
+        taken = sequence.append_tokens(tokens, logprobs, [1.0] * count, origin, accepted)
         asked = self.request.sampling.top_logprobs
         sequence.alternatives += [_alternatives(token, asked) for token in tokens[:taken]]
         if sequence.finish is None and not endless and len(sequence.tokens) == len(script):

@@ -40,19 +40,17 @@ by chance have almost none.
 _MADE_UP = list(range(2, 18))  # token ids of a prompt before the first request
 _UNTRAINED = ("", "ngram")
 
+Commit = Callable[[WorkerProcess], Awaitable[None]]
+"""Has one worker serve a set."""
+
 log = get_logger(__name__)
 
 
 class Drafted(NamedTuple):
-    """The draft counts of a probe."""
+    """The accepted drafts of a probe, and their mean per round."""
 
     accepted: int
-    rounds: int
-
-    @property
-    def per_round(self) -> float:
-        """Accepted drafts per round."""
-        return self.accepted / self.rounds if self.rounds else 0.0
+    per_round: float
 
 
 class Canary:
@@ -64,24 +62,20 @@ class Canary:
         self._config = config
         self._numbers = itertools.count(1 << 62)  # requests of agents are counted from 1
 
-    async def first(
-        self,
-        processes: Sequence[WorkerProcess],
-        served: VersionSet,
-        versions: VersionSet,
-        commit: Callable[[WorkerProcess], Awaitable[None]],
+    async def test_set(
+        self, able: list[WorkerProcess], served: VersionSet, versions: VersionSet, commit: Commit
     ) -> WorkerProcess | None:
         """Commit the set on a canary and judge it there.
 
         Returns the canary, which now serves the set; None without a candidate, or when canaries are
-        disabled. `processes`: candidates without a lease. Raises WeightsError with the check and
+        disabled. `able`: candidates without a lease. Raises WeightsError with the check and
         the value when the set is refused, or when all workers died under it. Raises the error of
         `commit` when it failed on all.
         """
-        if not self._config.enabled or not processes:
+        if not self._config.enabled or not able:
             return None
         failures: list[PacelineError] = []
-        for process in self._order(processes):
+        for process in self._order(able):
             number = self._router.seats[process.index].number
             about = {names.WORKER: number, names.SET_SEQ: versions.seq}
             try:
@@ -108,11 +102,7 @@ class Canary:
         return sorted(there, key=lambda one: (seats[one.index].lent, len(seats[one.index].live)))
 
     async def _judge(
-        self,
-        process: WorkerProcess,
-        served: VersionSet,
-        versions: VersionSet,
-        commit: Callable[[WorkerProcess], Awaitable[None]],
+        self, process: WorkerProcess, served: VersionSet, versions: VersionSet, commit: Commit
     ) -> None:
         """Raises WeightsError with the reason REFUSED when the set fails a check on this worker. A
         worker that failed is replaced by a worker with the former set.
@@ -125,37 +115,32 @@ class Canary:
             seat.withheld = []
             try:
                 await commit(process)
-                await self._check_set(seat, process, versions, before, arm)
+                await self._check_set(seat, process, versions, before)
             except PacelineError as error:
                 if error.reason == REFUSED or isinstance(error, DeadlineExceeded):
-                    await _replace(process)
+                    await process.replace()
                 raise
             finally:
                 if not process.lost.done():  # else the router places its requests again
                     self._router.deliver_withheld(seat)
 
     async def _check_set(
-        self,
-        seat: Seat,
-        process: WorkerProcess,
-        versions: VersionSet,
-        before: Drafted | None,
-        arm: str,
+        self, seat: Seat, process: WorkerProcess, versions: VersionSet, before: Drafted | None
     ) -> None:
         refusal = partial(_refusal, process, versions)
         try:
-            answer = (await self._probe(seat, OFF, FINITE_TOKENS, 1))[0]
+            (answer,) = await self._probe(seat, OFF, FINITE_TOKENS, 1)
         except DeadlineExceeded as error:
             raise refusal("an answer to the probe", str(error), "one in time") from error
-        _still_there(process)
+        process.require_alive()  # a lost worker gives no verdict
         if answer.error:
             raise refusal("finite log-probs", answer.error, "finite numbers")
         # a worker leaves out a damaged drafter
         taken = process.versions.drafter == versions.drafter
         if before is None or before.accepted < LEAST_ACCEPTED or not taken:
             return
-        after = await self._drafted(seat, arm)
-        _still_there(process)
+        after = await self._drafted(seat, self._arm(process, versions.drafter))
+        process.require_alive()
         least = self._config.accepted * before.per_round
         if after is not None and after.per_round >= least:
             return
@@ -171,7 +156,8 @@ class Canary:
             return None
         stats = [answer.speculation for answer in answers]
         rounds = sum(one.drafted_rounds for one in stats)
-        return Drafted(sum(one.accepted_tokens for one in stats), rounds) if rounds else None
+        accepted = sum(one.accepted_tokens for one in stats)
+        return Drafted(accepted, accepted / rounds) if rounds else None
 
     async def _probe(self, seat: Seat, arm: str, tokens: int, count: int) -> list[pb.TokenChunk]:
         """Answers to the newest prompts. Raises DeadlineExceeded."""
@@ -197,9 +183,8 @@ class Canary:
                 return answers.result()
         finally:
             answers.cancel()
-        raise DeadlineExceeded(
-            f"engine worker {seat.index} does not answer the canary's probe", seen=f"{seconds:g} s"
-        )
+        message = f"engine worker {seat.index} does not answer the canary's probe"
+        raise DeadlineExceeded(message, seen=f"{seconds:g} s")
 
     def _arm(self, process: WorkerProcess, drafter: int) -> str:
         """An arm that drafts with this drafter version; empty without any."""
@@ -219,16 +204,16 @@ class Canary:
         if not seat.lent:
             yield
             return
-        await self._router.lending.wake(process)
+        await process.restore_memory()
         try:
             yield
         finally:
             if seat.lent and not process.lost.done():
                 try:
-                    await self._router.lending.free(process)
+                    await process.release_memory()
                 except PacelineError as error:
                     log.error("a canary keeps a lent slot's memory", error=str(error))
-                    await _replace(process)
+                    await process.replace()
 
 
 def _refusal(
@@ -241,14 +226,3 @@ def _refusal(
     worker = f"{process.name}, the canary"
     message = f"{worker}, refused set {versions.seq} ({versions}): {check}"
     return WeightsError(message, seen=seen, allowed=allowed, reason=REFUSED)
-
-
-def _still_there(process: WorkerProcess) -> None:
-    """Raises Unavailable when the worker has died: a lost worker gives no verdict."""
-    if process.lost.done():
-        raise Unavailable(f"{process.name} was lost", seen=process.lost.result())
-
-
-async def _replace(process: WorkerProcess) -> None:
-    process.kill()
-    await asyncio.shield(process.lost)

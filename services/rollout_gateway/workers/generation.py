@@ -1,11 +1,11 @@
-"""Holds running requests, and requests that wait while every possible worker is lent."""
+"""Collects the tokens of one request over all its tries."""
 
 import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Callable
 
-from paceline.errors import DataLoss, InternalError, PacelineError, Unavailable
+from paceline.errors import DataLoss, InternalError, PacelineError
 from paceline.messages import stats_from_proto, stats_to_proto
 from paceline.services.rollout_gateway import metrics
 from paceline.trajectory import SpeculationStats
@@ -143,54 +143,12 @@ class Generation:
         self.whole.MergeFrom(chunk)
         if chunk.finish_reason:
             self.finished, self.ended_s = True, time.perf_counter()
-        elif self._awaited and self._at_once is not None and self._took(self._at_once, chunk):
-            return
+        elif self._awaited and self._at_once is not None:
+            try:
+                if self._at_once(chunk):
+                    return
+            except Exception as error:  # noqa: BLE001 - one request must not stop the feed of all
+                self._defect = error
         self._awaited = False
         self._news.MergeFrom(chunk)
         self._wake.set()
-
-    def _took(self, take: Callable[[pb.TokenChunk], bool], chunk: pb.TokenChunk) -> bool:
-        try:
-            return take(chunk)
-        except Exception as error:  # noqa: BLE001 - one request must not stop the feed of all
-            self._defect = error
-            return False
-
-
-class HeldRequests:
-    """Holds each request for at most `wait_s` seconds, then ends it as Unavailable.
-
-    Pinned requests, the samples of a RunTasks call, wait for their worker without this limit, since
-    the call has its own deadline. For use on one event loop.
-    """
-
-    def __init__(self, wait_s: float) -> None:
-        self._wait_s = wait_s
-        self._held: dict[int, tuple[Generation, asyncio.TimerHandle | None]] = {}
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def add(self, generation: Generation) -> None:
-        """Hold a request until it is taken."""
-        timer = None
-        if generation.pinned is None:
-            loop = asyncio.get_running_loop()
-            timer = loop.call_later(self._wait_s, self._late, generation)
-        self._held[generation.request.request_id] = generation, timer
-
-    def take(self, generation: Generation) -> bool:
-        """Remove the request; returns whether it was held."""
-        found = self._held.pop(generation.request.request_id, None)
-        if found is not None and found[1] is not None:
-            found[1].cancel()
-        return found is not None
-
-    def take_all(self) -> list[Generation]:
-        """Remove all held requests, oldest first."""
-        return [one for one, _ in list(self._held.values()) if self.take(one)]
-
-    def _late(self, generation: Generation) -> None:
-        self.take(generation)
-        message = f"the engine's slots are lent to a trainer; waited {self._wait_s:g} s"
-        generation.fail(f"{message} (gateway.queue.wait_s)", Unavailable)

@@ -14,10 +14,9 @@ from paceline.local.news import tell_supervisor
 from paceline.rpc import EPOCHS, EpochGuard, Track
 from paceline.services.rollout_gateway.background import background, cancel
 from paceline.services.rollout_gateway.config import GatewayConfig
-from paceline.services.rollout_gateway.engines.nouns import Capability
-from paceline.services.rollout_gateway.workers.generation import Generation, HeldRequests
-from paceline.services.rollout_gateway.workers.placement import Seat
-from paceline.services.rollout_gateway.workers.process import WorkerProcess
+from paceline.services.rollout_gateway.workers.generation import Generation
+from paceline.services.rollout_gateway.workers.placement import Seat, WaitingRequests
+from paceline.services.rollout_gateway.workers.process import ANSWER_S, WorkerProcess
 from paceline.telemetry import Attributes, get_logger, names, span
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1.trajectory_pb2 import CommandContext
@@ -32,6 +31,8 @@ OUTLASTS_S = 30.0
 MOST_OUTLASTS_S = 7 * 86_400.0
 LENDING_EPOCHS = f"lending_{EPOCHS}"
 
+Place = Callable[[Generation], None]
+
 log = get_logger(__name__)
 
 
@@ -43,19 +44,14 @@ class Lending:
     """
 
     def __init__(
-        self,
-        seats: Sequence[Seat],
-        held: HeldRequests,
-        config: GatewayConfig,
-        place: Callable[[Generation], None],
+        self, seats: Sequence[Seat], traffic: WaitingRequests, config: GatewayConfig, place: Place
     ) -> None:
         """place: finds a worker for a request."""
         self._seats = seats
-        self._held = held
-        self._deadline_s = config.engine.command_deadline_s
+        self._traffic = traffic
         self._place = place
-        self.on_return: Callable[[WorkerProcess], Awaitable[None]] | None = None
-        """Awaited when a lent worker returns: restores its memory and checks its version set."""
+        self.on_return: Callable[[WorkerProcess], Awaitable[None]] = WorkerProcess.restore_memory
+        """Awaited when a lent worker returns. Restores its memory, and may check its set."""
         # The file keeps the lent workers over a restart; None keeps nothing.
         self._file = config.spool and config.spool / "lent.json"
         # Separate from the weights' guard, since a push under the previous lease stays valid.
@@ -95,11 +91,7 @@ class Lending:
         self._renew()
 
     async def grant(
-        self,
-        context: CommandContext,
-        workers: Iterable[int],
-        drain_s: float = DRAIN_S,
-        outlasts_s: float = OUTLASTS_S,
+        self, context: CommandContext, workers: Iterable[int], drain_s: float, outlasts_s: float
     ) -> dict[int, int]:
         """Lend workers under a new lease of their slots; returns the released bytes by worker.
 
@@ -199,19 +191,6 @@ class Lending:
         for generation in self._seats[index].take_unsent():
             self._place(generation)
 
-    async def _drain(self, seat: Seat, drain_s: float) -> None:
-        """Wait until the worker has no request: `drain_s` seconds to end, then suspension. Raises
-        DeadlineExceeded when they do not stop.
-        """
-        if await seat.idle_within(drain_s):
-            return
-        if seat.process is not None and (suspended := seat.suspend("lease")):
-            asked = pb.AbortRequests(request_ids=suspended)
-            seat.process.send(pb.WorkerCommand(abort=asked))
-        if not await seat.idle_within(self._deadline_s):
-            message = f"requests of engine worker {seat.index} do not stop"
-            raise DeadlineExceeded(message, seen=f"{self._deadline_s:g} s")
-
     async def lend(self, index: int, drain_s: float = DRAIN_S) -> int:
         """Have a worker release its memory; returns the bytes, 0 if the engine cannot release
         memory.
@@ -223,34 +202,20 @@ class Lending:
         self.release(index)
         seat = self._seats[index]
         seat.spare = False
-        await self._drain(seat, drain_s)
+        if not await seat.idle_within(drain_s):
+            if seat.process is not None and (suspended := seat.suspend("lease")):
+                asked = pb.AbortRequests(request_ids=suspended)
+                seat.process.send(pb.WorkerCommand(abort=asked))
+            if not await seat.idle_within(ANSWER_S):
+                message = f"requests of engine worker {index} do not stop"
+                raise DeadlineExceeded(message, seen=f"{ANSWER_S:g} s")
         if seat.lent:
             return 0
         seat.lent = True
         try:
-            return await self.free(seat.process) if seat.process is not None else 0
+            return await seat.process.release_memory() if seat.process is not None else 0
         except Unavailable:
             return 0  # lost; its replacement releases its memory before it serves
-
-    async def follow(self, seat: Seat, process: WorkerProcess, *, away: bool) -> bool:
-        """Match a starting worker's memory to its seat: release it while the seat is lent, restore
-        it after the return. `away` and the result: whether the memory is released.
-        """
-        lent = seat.lent
-        if lent and not away:
-            await self.free(process)
-        elif away and not lent and self.on_return is not None:
-            await self.on_return(process)
-        return lent
-
-    async def free(self, process: WorkerProcess) -> int:
-        """Have a worker release its memory; returns the bytes, 0 if the engine cannot release
-        memory.
-        """
-        if Capability.RELEASE_MEMORY not in process.ready.capabilities:
-            return 0
-        command = pb.WorkerCommand(release_memory=pb.ReleaseMemory())
-        return (await process.ask(command, self._deadline_s)).done.released_bytes
 
     def spare(self, index: int) -> None:
         """Release an idle worker and offer its slot to trainers."""
@@ -263,12 +228,6 @@ class Lending:
             if seat.spare:
                 seat.spare = seat.released = False
         self._place_held()
-
-    async def wake(self, process: WorkerProcess) -> None:
-        """Have a worker restore its memory. Raises the worker's errors."""
-        if Capability.RELEASE_MEMORY in process.ready.capabilities:
-            command = pb.WorkerCommand(resume_memory=pb.ResumeMemory())
-            await process.ask(command, self._deadline_s)
 
     async def take_back(self) -> list[int]:
         """Restore the memory of all released workers and send them requests again; returns their
@@ -285,18 +244,16 @@ class Lending:
 
     def _place_held(self) -> None:
         """Place the held requests again."""
-        for generation in self._held.take_all():
+        for generation in self._traffic.remove_all():
             self._place(generation)
 
     async def _return(self, seat: Seat) -> None:
         lent, seat.lent = seat.lent, False
         process = seat.process
-        if not lent or process is None or self.on_return is None:
+        if not lent or process is None:
             return
         try:
             await self.on_return(process)
         except PacelineError as error:
             log.error("a lent worker does not come back; it is replaced", error=str(error))
-            process.kill()
-            # Wait for its end, so that no request is sent to it; its keeper starts another worker.
-            await asyncio.shield(process.lost)
+            await process.replace()

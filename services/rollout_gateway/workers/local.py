@@ -32,11 +32,11 @@ from paceline.telemetry import get_logger
 from paceline.v1 import engine_pb2 as pb
 
 
-def own_cores(index: int, count: int, threads: int, cores: Sequence[int]) -> tuple[int, ...]:
-    """Cores of one worker among a host's cores: one per thread. With `threads` 0, each of `count`
-    workers gets an equal number. Workers share cores if there are too few.
+def own_cores(index: int, count: int, cores: Sequence[int]) -> tuple[int, ...]:
+    """Cores of one worker: each of `count` workers gets an equal number of a host's cores. Workers
+    share cores if there are too few.
     """
-    each = min(threads or max(1, len(cores) // count), len(cores))
+    each = max(1, len(cores) // count)
     return tuple(cores[(index * each + number) % len(cores)] for number in range(each))
 
 
@@ -49,25 +49,23 @@ log = get_logger(__name__)
 class Routing(Protocol):
     """Callbacks for the requests as workers start and end."""
 
+    ready: pb.WorkerReady
+    """The engine's properties, from the worker that became ready last."""
+
     async def equip_worker(self, seat: Seat, process: WorkerProcess) -> None:
         """Prepare a ready worker before its first request; an exception ends the worker."""
-        ...
 
-    def flush_requests(self, seat: Seat) -> None:
-        """The place has a worker that accepts requests."""
-        ...
+    def flush_requests(self) -> None:
+        """A place has a new worker that accepts requests."""
 
     def deliver_tokens(self, seat: Seat, tokens: pb.TokensEmitted, rows: RowArray | None) -> None:
         """The worker in this place has sent tokens."""
-        ...
 
     def lose_worker(self, seat: Seat) -> None:
         """The worker in this place is lost."""
-        ...
 
     def fail_requests(self, seat: Seat, message: str, kind: type[PacelineError]) -> None:
         """End the requests of this place with an error after repeated failed starts."""
-        ...
 
 
 class LocalWorkers:
@@ -83,8 +81,6 @@ class LocalWorkers:
         """`forker`: an already started forker of the engine's modules; `stop` ends it."""
         self._config, self._seats, self._routing = config.engine, seats, routing
         self._keepers: list[asyncio.Task[None]] = []
-        self.ready = pb.WorkerReady()
-        """The engine's properties, from the worker that became ready last."""
         self._settings = engine_settings(config)
         self._layout = row_layout(config)
         self._value_bytes = features.ROW_DTYPES[config.features.dtype][1]
@@ -104,11 +100,10 @@ class LocalWorkers:
         """
         found = await asyncio.gather(*(self._start_first(seat) for seat in self._seats))
         late = [error for error in found if error is not None]
-        if late and not self.ready.ListFields():  # no worker serves
+        if late and not self._routing.ready.ListFields():  # no worker became ready
             raise late[0]
-        self._keepers = [
-            background(self._keep(seat), f"keeper of worker {seat.index}") for seat in self._seats
-        ]
+        for seat in self._seats:
+            self._keepers.append(background(self._keep(seat), f"keeper of worker {seat.index}"))
 
     async def stop_keeping(self) -> None:
         """Stop replacing workers."""
@@ -148,14 +143,14 @@ class LocalWorkers:
             if layout is not None and declared != layout:
                 message = "the engine's rows do not fit their ring"
                 raise ConfigError(message, seen=declared, allowed=layout)
-            self.ready = process.ready
+            self._routing.ready = process.ready
             await self._routing.equip_worker(seat, process)
         except BaseException:
             await process.close()
             raise
 
         seat.process = process
-        self._routing.flush_requests(seat)
+        self._routing.flush_requests()
 
     async def _keep(self, seat: Seat) -> None:
         """Replace the worker whenever it is lost or fails to start."""
@@ -196,18 +191,15 @@ class LocalWorkers:
     def _make_worker(self, seat: Seat) -> WorkerProcess:
         """Make a worker that has not started. Its index selects its cores and GPU."""
         if self._directory is None:
-            self._directory = Path(
-                tempfile.mkdtemp(prefix="w-", dir=user_directory.socket_directory())
-            )
+            parent = user_directory.socket_directory()
+            self._directory = Path(tempfile.mkdtemp(prefix="w-", dir=parent))
         ring: RowRing | None = None
         config = self._config
         if self._layout is not None:
             ring = RowRing.create(RING_ROWS, self._layout.width * self._value_bytes)
         cores: tuple[int, ...] = ()
         if config.threads == 0:
-            cores = own_cores(
-                seat.index, len(self._seats), config.threads, processes.core_numbers()
-            )
+            cores = own_cores(seat.index, len(self._seats), processes.core_numbers())
         spec = worker.WorkerSpec(
             worker_index=seat.index,
             kind=config.kind,

@@ -4,7 +4,7 @@ docs/metrics.md lists the names. A request counts when it ends. Workers are poll
 every RunTasks, for GetStatus, and at a Prometheus scrape.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 
 from opentelemetry.trace import Span
@@ -17,7 +17,6 @@ from paceline.telemetry import get_logger, names
 from paceline.telemetry.metrics import Counter, Labels
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
-from paceline.v1 import trajectory_pb2 as tpb
 
 
 def regret(arms: Iterable[pb.ArmStats]) -> float:
@@ -55,7 +54,8 @@ class EngineMetrics:
 
     def __init__(self, engine: str) -> None:
         self._engine = engine
-        self._lives: dict[int, _Life] = {}
+        # by worker: its process id, and its counters at the last poll
+        self._seen: dict[int, tuple[int, dict[tuple[object, ...], float]]] = {}
         self.split = RoundSplit()
         """Sum of the rounds of all workers up to the last poll; not changed in place."""
 
@@ -70,9 +70,8 @@ class EngineMetrics:
         stats = generation.speculation
         if stats.drafted_rounds:
             metrics.ACCEPT_LENGTH.record(stats.accept_length, engine=engine)
-        for position, (proposed, taken) in enumerate(
-            zip(stats.proposed_at, stats.accepted_at, strict=True), 1
-        ):
+        pairs = zip(stats.proposed_at, stats.accepted_at, strict=True)
+        for position, (proposed, taken) in enumerate(pairs, 1):
             metrics.DRAFTS_PROPOSED.record(proposed, engine=engine, position=position)
             metrics.DRAFTS_ACCEPTED.record(taken, engine=engine, position=position)
 
@@ -81,110 +80,93 @@ class EngineMetrics:
 
         A process begins with counters of 0. Answers that arrive out of order count once.
         """
-        life = self._lives.get(ready.worker_index)
-        if life is None or life.pid != ready.pid:
-            life = _Life(self._engine, ready.worker_index, ready.pid)
-            self._lives[ready.worker_index] = life
-        life.record_speed(health, ready.device_tflops)
-        life.record_load(health)
-        self.split += life.record_rounds(health.split)
-        life.record_drafts(health.speculation)
-        life.record_arms(health.arms)
-        if health.prefixes.prompt_tokens:
-            life.record_prefixes(health.prefixes)
-
-
-class _Life:
-    """One process of a worker, with its last counters."""
-
-    def __init__(self, engine: str, worker: int, pid: int) -> None:
-        self._engine = engine
-        self._own: Labels = {"engine": engine, "worker": worker}
-        self.pid = pid
-        self._seen: dict[tuple[object, ...], float] = {}
-
-    def _count(self, metric: Counter, value: float, **labels: str | float) -> float:
-        """Record the growth of a counter since the last poll and return it; 0 for an older
-        answer.
-        """
-        key = (metric.name, *labels.items())
-        new = max(value - self._seen.get(key, 0), 0)
-        if new:
-            self._seen[key] = value
-            metric.record(new, engine=self._engine, **labels)
-        return new
-
-    def record_speed(self, health: pb.WorkerHealth, tflops: float) -> None:
-        """`tflops`: measured speed of the worker's device; 0: not measured."""
-        worker = self._own["worker"]
-        tokens = self._count(metrics.ENGINE_TOKENS, health.tokens_emitted, worker=worker)
-        seconds = self._count(metrics.BUSY_TIME, health.busy_s, worker=worker)
-        if seconds:
-            metrics.TOKENS_PER_SECOND.record(tokens / seconds, **self._own)
-        if tflops:
-            metrics.DEVICE_TFLOPS.record(tflops, **self._own)
-        if seconds and tflops:
-            metrics.TOKENS_PER_SECOND_PER_TFLOPS.record(tokens / seconds / tflops, **self._own)
-
-    def record_load(self, health: pb.WorkerHealth) -> None:
-        """Requests, and rows that were left out."""
-        metrics.ENGINE_REQUESTS.record(health.running, **self._own, state="running")
-        metrics.ENGINE_REQUESTS.record(health.waiting, **self._own, state="waiting")
-        self._count(metrics.ROWS_LEFT_OUT, health.rows_dropped, reason="no_room")
-        self._count(metrics.ROWS_LEFT_OUT, health.rows_invalid, reason="invalid")
-
-    def record_drafts(self, stats: tpb.SpeculationStats) -> None:
-        """Counts of all sequences, running sequences included."""
-        drafted, trained = stats.drafted_rounds, stats.trained_rounds
-        rounds, tokens = metrics.SEQUENCE_ROUNDS, metrics.SEQUENCE_ROUND_TOKENS
-        untrained_tokens = stats.drafted_round_tokens - stats.trained_round_tokens
-        rejected = stats.drafted_tokens - stats.accepted_tokens
-        self._count(rounds, stats.target_steps - drafted, drafts="none")
-        self._count(rounds, drafted - trained, drafts="untrained")
-        self._count(rounds, trained, drafts="trained")
-        self._count(tokens, untrained_tokens, drafts="untrained")
-        self._count(tokens, stats.trained_round_tokens, drafts="trained")
-        self._count(metrics.DRAFTED_TOKENS, stats.accepted_tokens, fate="accepted")
-        self._count(metrics.DRAFTED_TOKENS, rejected, fate="rejected")
-
-    def record_rounds(self, split: pb.RoundSplit) -> RoundSplit:
-        """The rounds since the last poll."""
-        stages = {
-            f"{stage}_s": self._count(metrics.ROUND_TIME, getattr(split, f"{stage}_s"), stage=stage)
-            for stage in STAGES
-        }
-        rounds = int(self._count(metrics.ROUNDS, split.rounds))
-        return RoundSplit(rounds, int(self._count(metrics.VERIFIED_TOKENS, split.nodes)), **stages)
-
-    def record_arms(self, stats: Sequence[pb.ArmStats]) -> None:
-        """All arms of a drafter report the same deaths."""
-        for one in stats:
-            arm: Labels = {"arm": one.arm, "batch_group": one.batch_group}
-            self._count(metrics.ARM_ROUNDS, one.pulls, **arm)
-            self._count(metrics.ARM_EXPLORATIONS, one.explorations, **arm)
-            if one.mean_tokens_per_s > 0:
-                speed, length = one.mean_tokens_per_s, one.mean_accept_length
-                metrics.ARM_TOKENS_PER_SECOND.record(speed, **arm, **self._own)
-                metrics.ARM_ACCEPT_LENGTH.record(length, **arm, **self._own)
-            where: Labels = {
-                "worker": self._own["worker"],
-                "speculator": speculator_of(one.arm),
-                "batch_group": one.batch_group,
-            }
-            if new := self._count(metrics.DEAD_DRAFTERS, one.drafter_deaths, **where):
+        index = ready.worker_index
+        own: Labels = {"engine": self._engine, "worker": index}
+        pid, seen = self._seen.get(index, (0, {}))
+        if pid != ready.pid:
+            seen = {}
+        self._seen[index] = ready.pid, seen
+        new: dict[tuple[Counter, str | float], float] = {}
+        for metric, value, labels in _counters(index, health):
+            key = (metric.name, *labels.items())
+            growth = max(value - seen.get(key, 0), 0)
+            if growth:
+                seen[key] = value
+                metric.record(growth, engine=self._engine, **labels)
+            new[metric, labels.get("stage", "")] = growth
+            if growth and metric is metrics.DEAD_DRAFTERS:
                 message = "a drafter's tokens are not accepted; its arms rest"
-                log.warning(message, deaths=new, **where)
-        if stats:
-            metrics.REGRET.record(regret(stats), **self._own)
+                log.warning(message, deaths=growth, **labels)
 
-    def record_prefixes(self, stats: pb.PrefixStats) -> None:
-        """Reuse of the KV of earlier prompts."""
-        self._count(metrics.PROMPT_TOKENS, stats.prompt_tokens)
-        self._count(metrics.KV_HIT_TOKENS, stats.reused_tokens)
-        self._count(metrics.KV_LOOKUPS, stats.lookups)
-        self._count(metrics.KV_ACCESS_TIME, stats.lookup_s, part="lookup")
-        self._count(metrics.KV_ACCESS_TIME, stats.copy_s, part="copy")
-        metrics.KV_HIT_RATE.record(stats.reused_tokens / stats.prompt_tokens, **self._own)
+        tokens, seconds = new[metrics.ENGINE_TOKENS, ""], new[metrics.BUSY_TIME, ""]
+        _record_gauges(own, health, tokens / seconds if seconds else None, ready.device_tflops)
+        stages = {f"{stage}_s": new[metrics.ROUND_TIME, stage] for stage in STAGES}
+        rounds, nodes = new[metrics.ROUNDS, ""], new[metrics.VERIFIED_TOKENS, ""]
+        self.split += RoundSplit(int(rounds), int(nodes), **stages)
+
+
+def _counters(worker: int, health: pb.WorkerHealth) -> Iterator[tuple[Counter, float, Labels]]:
+    """Every counter of a worker since its process began, with its labels besides the engine."""
+    stats, split, prefixes = health.speculation, health.split, health.prefixes
+    drafted, trained = stats.drafted_rounds, stats.trained_rounds
+    rounds, tokens = metrics.SEQUENCE_ROUNDS, metrics.SEQUENCE_ROUND_TOKENS
+    untrained_tokens = stats.drafted_round_tokens - stats.trained_round_tokens
+    rejected = stats.drafted_tokens - stats.accepted_tokens
+    yield metrics.ENGINE_TOKENS, health.tokens_emitted, {"worker": worker}
+    yield metrics.BUSY_TIME, health.busy_s, {"worker": worker}
+    yield metrics.ROWS_LEFT_OUT, health.rows_dropped, {"reason": "no_room"}
+    yield metrics.ROWS_LEFT_OUT, health.rows_invalid, {"reason": "invalid"}
+    yield metrics.ROUNDS, split.rounds, {}
+    yield metrics.VERIFIED_TOKENS, split.nodes, {}
+    for stage in STAGES:
+        yield metrics.ROUND_TIME, getattr(split, f"{stage}_s"), {"stage": stage}
+    # of all sequences, running sequences included
+    yield rounds, stats.target_steps - drafted, {"drafts": "none"}
+    yield rounds, drafted - trained, {"drafts": "untrained"}
+    yield rounds, trained, {"drafts": "trained"}
+    yield tokens, untrained_tokens, {"drafts": "untrained"}
+    yield tokens, stats.trained_round_tokens, {"drafts": "trained"}
+    yield metrics.DRAFTED_TOKENS, stats.accepted_tokens, {"fate": "accepted"}
+    yield metrics.DRAFTED_TOKENS, rejected, {"fate": "rejected"}
+    for one in health.arms:
+        group = one.batch_group
+        arm: Labels = {"arm": one.arm, "batch_group": group}
+        yield metrics.ARM_ROUNDS, one.pulls, arm
+        yield metrics.ARM_EXPLORATIONS, one.explorations, arm
+        # all arms of a drafter report the same deaths
+        speculator = speculator_of(one.arm)
+        drafter: Labels = {"worker": worker, "speculator": speculator, "batch_group": group}
+        yield metrics.DEAD_DRAFTERS, one.drafter_deaths, drafter
+    yield metrics.PROMPT_TOKENS, prefixes.prompt_tokens, {}
+    yield metrics.KV_HIT_TOKENS, prefixes.reused_tokens, {}
+    yield metrics.KV_LOOKUPS, prefixes.lookups, {}
+    yield metrics.KV_ACCESS_TIME, prefixes.lookup_s, {"part": "lookup"}
+    yield metrics.KV_ACCESS_TIME, prefixes.copy_s, {"part": "copy"}
+
+
+def _record_gauges(
+    own: Labels, health: pb.WorkerHealth, speed: float | None, tflops: float
+) -> None:
+    """`speed`: tokens per busy second since the last poll; None: no work. `tflops`: measured
+    speed of the worker's device; 0: not measured.
+    """
+    metrics.ENGINE_REQUESTS.record(health.running, **own, state="running")
+    metrics.ENGINE_REQUESTS.record(health.waiting, **own, state="waiting")
+    if speed is not None:
+        metrics.TOKENS_PER_SECOND.record(speed, **own)
+    if tflops:
+        metrics.DEVICE_TFLOPS.record(tflops, **own)
+    if speed is not None and tflops:
+        metrics.TOKENS_PER_SECOND_PER_TFLOPS.record(speed / tflops, **own)
+    for one in health.arms:
+        if one.mean_tokens_per_s > 0:
+            arm: Labels = {**own, "arm": one.arm, "batch_group": one.batch_group}
+            metrics.ARM_TOKENS_PER_SECOND.record(one.mean_tokens_per_s, **arm)
+            metrics.ARM_ACCEPT_LENGTH.record(one.mean_accept_length, **arm)
+    if health.arms:
+        metrics.REGRET.record(regret(health.arms), **own)
+    if prompt_tokens := health.prefixes.prompt_tokens:
+        metrics.KV_HIT_RATE.record(health.prefixes.reused_tokens / prompt_tokens, **own)
 
 
 def describe(span: Span, generation: Generation) -> None:
@@ -215,7 +197,6 @@ def describe_rounds(span: Span, finished: rpb.TasksFinished, split: RoundSplit) 
         span.set_attribute(names.arm_rounds(arm), count)
     span.set_attribute(names.REGRET, finished.regret)
     if split.rounds:
-        span.set_attribute(names.ROUNDS, split.rounds)
-        span.set_attribute(names.VERIFIED_TOKENS, split.nodes)
-        for stage in STAGES:
-            span.set_attribute(names.round_time_s(stage), getattr(split, f"{stage}_s"))
+        times = {names.round_time_s(one): getattr(split, f"{one}_s") for one in STAGES}
+        counts = {names.ROUNDS: split.rounds, names.VERIFIED_TOKENS: split.nodes}
+        span.set_attributes(counts | times)

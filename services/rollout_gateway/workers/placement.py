@@ -6,11 +6,13 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
+from paceline.errors import Unavailable
 from paceline.rpc.progress import Activity
-from paceline.services.rollout_gateway.workers.generation import Generation, HeldRequests
+from paceline.services.rollout_gateway.workers.generation import Generation
 from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.telemetry import names, past_span
 from paceline.v1 import engine_pb2 as pb
+from paceline.v1 import rollout_pb2 as rpb
 
 STICKY_FACTOR = 2.0
 STICKY_SLACK = 4
@@ -114,12 +116,10 @@ class Seat:
 
     async def idle_within(self, seconds: float) -> bool:
         """Whether all requests here have ended within the seconds."""
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.idle_for(0)
-        except TimeoutError:
-            return False
-        return True
+        return self.idle_since_s is not None
 
     def _rest(self) -> None:
         if not self.live and self.idle_since_s is None:
@@ -142,44 +142,59 @@ def choose(seats: Sequence[Seat], prefer: int | None) -> Seat | None:
     there = [seat for seat in seats if not seat.released]
     kept = [seat for seat in there if seat.process is not None] or there
     held = next((seat for seat in kept if seat.index == prefer), None)
-    if held is not None and not _overloaded(held, kept):
-        return held
+    if held is not None:
+        others = [len(seat.live) for seat in kept if seat is not held]
+        mean = sum(others) / max(len(others), 1)
+        if not others or len(held.live) <= STICKY_FACTOR * mean + STICKY_SLACK:
+            return held
     return min(kept, key=lambda seat: len(seat.live), default=None)
 
 
-def _overloaded(held: Seat, kept: Sequence[Seat]) -> bool:
-    others = [len(seat.live) for seat in kept if seat is not held]
-    return (
-        bool(others) and len(held.live) > STICKY_FACTOR * sum(others) / len(others) + STICKY_SLACK
-    )
+class WaitingRequests:
+    """Holds the requests that no worker may take, and reports requests that wait for lent workers.
 
+    A held request ends as Unavailable after `wait_s` seconds. Pinned requests, the samples of a
+    RunTasks call, wait for their worker without this limit, since the call has its own deadline.
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """A report that requests wait for lent workers."""
-
-    requests: int
-    workers: tuple[int, ...]  # lent or released workers
-
-
-class WaitingTraffic:
-    """Reports once when requests have waited for `after_s` seconds in a row, and
-    again only after a time without waiting. For use on one event loop.
-
-    A request waits when no worker may take it, or when its worker has more requests than it decodes
-    at once. Samples that a step has assigned to a worker do not count, because no other worker may
-    run them.
+    Reports once when requests have waited for `after_s` seconds in a row, and again only after a
+    time without waiting. A request waits when it is held, or when its worker has more requests than
+    it decodes at once. Samples that a step has assigned to a worker do not count there, because no
+    other worker may run them. For use on one event loop.
     """
 
-    def __init__(
-        self, seats: Sequence[Seat], held: HeldRequests, at_once: int, after_s: float
-    ) -> None:
+    def __init__(self, seats: Sequence[Seat], wait_s: float, at_once: int, after_s: float) -> None:
         """`at_once`: requests that a worker decodes at once."""
-        self._seats, self._held, self._at_once, self._after_s = seats, held, at_once, after_s
+        self._seats, self._wait_s, self._at_once, self._after_s = seats, wait_s, at_once, after_s
+        self._held: dict[int, tuple[Generation, asyncio.TimerHandle | None]] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._now: Waiting | None = None  # the current report
+        self._now: rpb.WatchTrafficResponse | None = None  # the current report
         self._change = asyncio.Event()  # of the report; replaced when it is set
         self._stopped = False
+
+    def hold(self, generation: Generation) -> None:
+        """Hold a request until it is removed."""
+        timer = None
+        if generation.pinned is None:
+            loop = asyncio.get_running_loop()
+            timer = loop.call_later(self._wait_s, self._refuse, generation)
+        self._held[generation.request.request_id] = generation, timer
+        self.update()
+
+    def remove(self, generation: Generation) -> bool:
+        """Stop holding the request; returns whether it was held."""
+        found = self._held.pop(generation.request.request_id, None)
+        if found is not None and found[1] is not None:
+            found[1].cancel()
+        return found is not None
+
+    def remove_all(self) -> list[Generation]:
+        """Stop holding requests; returns them, oldest first."""
+        return [one for one, _ in list(self._held.values()) if self.remove(one)]
+
+    def _refuse(self, generation: Generation) -> None:
+        self.remove(generation)
+        message = f"the engine's slots are lent to a trainer; waited {self._wait_s:g} s"
+        generation.fail(f"{message} (gateway.queue.wait_s)", Unavailable)
 
     def update(self) -> None:
         """Update after a change of requests."""
@@ -190,11 +205,13 @@ class WaitingTraffic:
                 self._timer = None
         elif self._timer is None and self._now is None:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._after_s, self._tell)
+            self._timer = loop.call_later(self._after_s, self._report)
 
-    async def reports(self) -> AsyncGenerator[Waiting]:
-        """Yield the current report if it still holds, then every new report until `stop`."""
-        last: Waiting | None = None
+    async def reports(self) -> AsyncGenerator[rpb.WatchTrafficResponse]:
+        """Yield the current report if it still holds, then every new report until `stop`. A report
+        has the number of waiting requests, and the released workers.
+        """
+        last: rpb.WatchTrafficResponse | None = None
         while not self._stopped:
             if self._now is not None and self._now is not last:
                 last = self._now
@@ -209,12 +226,12 @@ class WaitingTraffic:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         self._timer = None
         if not self._somebody_waits():  # workers may return without a notice
             return
-        released = tuple(seat.index for seat in self._seats if seat.released)
-        self._now = Waiting(self._waiting(), released)
+        released = [seat.index for seat in self._seats if seat.released]
+        self._now = rpb.WatchTrafficResponse(requests=self._waiting(), workers=released)
         self._wake()
 
     def _wake(self) -> None:

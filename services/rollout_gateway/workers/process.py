@@ -15,12 +15,15 @@ from paceline.local.child import LIMIT_S, Child
 from paceline.messages import versions_from_proto
 from paceline.services.rollout_gateway.background import background, cancel
 from paceline.services.rollout_gateway.engines import find_engine, worker
+from paceline.services.rollout_gateway.engines.nouns import Capability
 from paceline.services.rollout_gateway.engines.worker import wire
 from paceline.services.rollout_gateway.engines.worker.ring import RowArray, RowRing
 from paceline.telemetry import get_logger
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
 
+ANSWER_S = 60.0
+"""Default deadline of an answer in seconds, counted by the worker's CPU time (WorkClock)."""
 OnTokens = Callable[[pb.TokensEmitted, RowArray | None], None]
 """Takes tokens and their hidden rows; None when no consumer reads rows."""
 STOP_GRACE_S = 5.0
@@ -96,11 +99,9 @@ class WorkerProcess:
         spec_path, address = self._directory / f"{name}.json", f"ipc://{self._directory / name}"
         self._spec.write(spec_path)
         self._socket = socket = child_socket.ChildSocket(self._context, address, self._take)
-        environment = {
-            **dict.fromkeys(_LIBRARIES, str(self._spec.threads or len(self._spec.cores))),
-            worker.SPEC_VARIABLE: str(spec_path),
-            worker.SOCKET_VARIABLE: address,
-        }
+        threads = str(self._spec.threads or len(self._spec.cores))
+        environment = {worker.SPEC_VARIABLE: str(spec_path), worker.SOCKET_VARIABLE: address}
+        environment |= dict.fromkeys(_LIBRARIES, threads)
         module = find_engine(self._spec.kind).process
         self._child = child = await self._forker.fork(
             module, environment, None, deadline_s, stop_s=self._heartbeat_s, tree=True
@@ -120,27 +121,31 @@ class WorkerProcess:
         if self._socket is not None:
             self._socket.send(command.SerializeToString())
 
-    async def ask(self, command: pb.WorkerCommand, deadline_s: float) -> pb.WorkerEvent:
+    async def ask(self, command: pb.WorkerCommand, deadline_s: float = ANSWER_S) -> pb.WorkerEvent:
         """Send a command and wait for its answer. `deadline_s` counts the worker's CPU time
         (WorkClock). For GetHealth it is wall time, because that command has to reveal a silent
         worker.
 
         Raises the error of CommandFailed, Unavailable on loss, DeadlineExceeded.
         """
-        if self.lost.done():
-            raise Unavailable(f"{self.name} is lost", seen=self.lost.result())
+        self.require_alive()
         command.command_id = next(_numbers)
         answer: asyncio.Future[pb.WorkerEvent] = asyncio.get_running_loop().create_future()
         self._answers[command.command_id] = answer
         self.send(command)
+        futures, clock = (answer, self.lost), self._clock()
         try:
-            await self._awaited(command, (answer, self.lost), deadline_s)
+            if command.HasField("get_health"):
+                await asyncio.wait(futures, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+            else:
+                self._clocks.append(clock)
+                await clock.wait(futures, deadline_s)
         finally:
             del self._answers[command.command_id]
+            self._clocks = [one for one in self._clocks if one is not clock]
 
         if not answer.done():
-            if self.lost.done():
-                raise Unavailable(f"{self.name} was lost", seen=self.lost.result())
+            self.require_alive()
             kind = command.WhichOneof("command")
             raise DeadlineExceeded(f"{self.name} did not answer {kind}", seen=f"{deadline_s} s")
         event = answer.result()
@@ -148,19 +153,31 @@ class WorkerProcess:
             raise wire.error_from(event.failed, f"{self.name}: ")
         return event
 
-    async def _awaited(
-        self, command: pb.WorkerCommand, futures: tuple[asyncio.Future[Any], ...], deadline_s: float
-    ) -> None:
-        """Return when one of the futures is done, or at the deadline."""
-        if command.HasField("get_health"):
-            await asyncio.wait(futures, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
-            return
-        clock = self._clock()
-        self._clocks.append(clock)
-        try:
-            await clock.wait(futures, deadline_s)
-        finally:
-            self._clocks.remove(clock)
+    def require_alive(self) -> None:
+        """Raises Unavailable once the process has ended."""
+        if self.lost.done():
+            raise Unavailable(f"{self.name} was lost", seen=self.lost.result())
+
+    async def release_memory(self) -> int:
+        """Have the worker release its memory; returns the bytes, 0 if the engine cannot release
+        memory. Raises the errors of `ask`.
+        """
+        if Capability.RELEASE_MEMORY not in self.ready.capabilities:
+            return 0
+        command = pb.WorkerCommand(release_memory=pb.ReleaseMemory())
+        return (await self.ask(command)).done.released_bytes
+
+    async def restore_memory(self) -> None:
+        """Have the worker restore its memory. Raises the errors of `ask`."""
+        if Capability.RELEASE_MEMORY in self.ready.capabilities:
+            await self.ask(pb.WorkerCommand(resume_memory=pb.ResumeMemory()))
+
+    async def replace(self) -> None:
+        """Kill the process and wait for its end, so that no request is sent to it. Its keeper
+        starts another process.
+        """
+        self.kill()
+        await asyncio.shield(self.lost)
 
     def _clock(self) -> work.WorkClock:
         return work.WorkClock(lambda: [self.pid] if self.pid else [])
@@ -205,18 +222,15 @@ class WorkerProcess:
                 rows = self._ring.read(event.tokens.rows_written)
             elif self._ring is not None and event.HasField("ready"):
                 self._ring.seal()
-            self._handle(event, rows)
+            kind = event.WhichOneof("event")
+            if kind == "tokens":
+                self._on_tokens(event.tokens, rows)
+            elif kind == "ready":
+                self._ready.set_result(event.ready)
+            elif kind == "failed" and not event.command_id and not self._ready.done():
+                self._ready.set_exception(wire.error_from(event.failed, f"{self.name}: "))
+            elif (answer := self._answers.get(event.command_id)) is not None and not answer.done():
+                answer.set_result(event)
         except Exception as error:
             log.error("a worker's event is not taken", worker=self.index, exc_info=error)
             self.kill()
-
-    def _handle(self, event: pb.WorkerEvent, rows: RowArray | None) -> None:
-        kind = event.WhichOneof("event")
-        if kind == "tokens":
-            self._on_tokens(event.tokens, rows)
-        elif kind == "ready":
-            self._ready.set_result(event.ready)
-        elif kind == "failed" and not event.command_id and not self._ready.done():
-            self._ready.set_exception(wire.error_from(event.failed, f"{self.name}: "))
-        elif (answer := self._answers.get(event.command_id)) is not None and not answer.done():
-            answer.set_result(event)

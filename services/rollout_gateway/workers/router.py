@@ -14,12 +14,12 @@ from paceline.local.forking import Forker
 from paceline.services.rollout_gateway import metrics
 from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.engines.worker.ring import RowArray
-from paceline.services.rollout_gateway.workers.generation import Generation, HeldRequests
+from paceline.services.rollout_gateway.workers.generation import Generation
 from paceline.services.rollout_gateway.workers.lending import Lending
 from paceline.services.rollout_gateway.workers.local import LocalWorkers
 from paceline.services.rollout_gateway.workers.metrics import EngineMetrics
-from paceline.services.rollout_gateway.workers.placement import Seat, WaitingTraffic, choose
-from paceline.services.rollout_gateway.workers.process import WorkerProcess
+from paceline.services.rollout_gateway.workers.placement import Seat, WaitingRequests, choose
+from paceline.services.rollout_gateway.workers.process import ANSWER_S, WorkerProcess
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 
@@ -40,40 +40,30 @@ class Router:
         """on_discard: discards a request's rows, because its next try sends them again. forker: see
         LocalWorkers.
         """
-        self._config = config.engine
         self._on_rows = on_rows
         self._on_discard = on_discard
         first = config.number * config.worker_count
-        self._seats = [Seat(i, first=first) for i in range(config.worker_count)]
-        self.keeper = LocalWorkers(config, self._seats, self, forker)
+        self.seats = [Seat(i, first=first) for i in range(config.worker_count)]
+        """Places of the workers, by index."""
+        self.ready = pb.WorkerReady()
+        """See Routing."""
+        self.keeper = LocalWorkers(config, self.seats, self, forker)
         self._flushing = False
-        self._held = HeldRequests(config.queue.wait_s)
-        self.traffic = WaitingTraffic(
-            self._seats, self._held, self._config.max_batch, config.reclaim_after_s
-        )
-        self.lending = Lending(self._seats, self._held, config, self._place)
+        wait_s, at_once = config.queue.wait_s, config.engine.max_batch
+        self.traffic = WaitingRequests(self.seats, wait_s, at_once, config.reclaim_after_s)
+        self.lending = Lending(self.seats, self.traffic, config, self._place)
         self.on_ready: Callable[[WorkerProcess], Any] | None = None
         """Awaited before a worker gets requests: loads the committed versions."""
         self.orders: Callable[[], object] = lambda: None
         """Orders for every worker, compared before and after `on_ready`."""
         self.rows_dropped = [0] * config.worker_count
-        self.metrics = EngineMetrics(self._config.kind)
+        self.metrics = EngineMetrics(config.engine.kind)
         self.prompts: deque[list[int]] = deque(maxlen=PROMPTS_KEPT)
         """Ends of the newest prompts, for probes."""
 
-    @property
-    def ready(self) -> pb.WorkerReady:
-        """The engine's properties, from the worker that became ready last."""
-        return self.keeper.ready
-
-    @property
-    def seats(self) -> Sequence[Seat]:
-        """Places of the workers, by index."""
-        return self._seats
-
     def processes(self) -> list[WorkerProcess]:
         """Workers that serve now."""
-        return [seat.process for seat in self._seats if seat.process is not None]
+        return [seat.process for seat in self.seats if seat.process is not None]
 
     async def start(self) -> None:
         """Start all workers; returns when all serve.
@@ -90,9 +80,9 @@ class Router:
     async def stop(self) -> None:
         """End requests with an error, and shut the workers down."""
         await self.keeper.stop_keeping()
-        for seat in self._seats:
+        for seat in self.seats:
             self.fail_requests(seat, "the gateway is stopping")
-        for generation in self._held.take_all():
+        for generation in self.traffic.remove_all():
             generation.fail("the gateway is stopping")
         await self.keeper.stop()
 
@@ -118,76 +108,53 @@ class Router:
 
     def abort(self, generation: Generation) -> None:
         """Stop a request; it ends with FINISH_REASON_ABORT."""
-        seat = self._seats[generation.worker_index]
+        seat = self.seats[generation.worker_index]
         request_id = generation.request.request_id
         ended = pb.TokenChunk(request_id=request_id, finish_reason=tpb.FINISH_REASON_ABORT)
-        if self._held.take(generation):
+        if self.traffic.remove(generation):
             generation.accept(ended)
         if request_id not in seat.live:
             return
         seat.moving.pop(request_id, None)
         if generation in seat.unsent or seat.process is None:
-            if generation in seat.unsent:
-                seat.unsent.remove(generation)
+            seat.unsent = [one for one in seat.unsent if one is not generation]
             self._deliver(seat, ended)
         else:
             seat.process.send(pb.WorkerCommand(abort=pb.AbortRequests(request_ids=[request_id])))
-
-    async def ask(self, process: WorkerProcess, command: pb.WorkerCommand) -> pb.WorkerEvent:
-        """The answer of one worker within engine.command_deadline_s. Raises the errors of
-        WorkerProcess.ask.
-        """
-        return await process.ask(command, self._config.command_deadline_s)
 
     async def ask_all(
         self,
         command: pb.WorkerCommand,
         processes: Iterable[WorkerProcess] | None = None,
-        deadline_s: float | None = None,
+        deadline_s: float = ANSWER_S,
     ) -> list[Any]:
         """Send a command to workers in parallel (default: all serving workers). Returns answers or
         exceptions, in their order.
 
-        deadline_s: of each answer; None is engine.command_deadline_s.
+        deadline_s: of each answer.
         """
         asked = list(self.processes() if processes is None else processes)
         copies = [pb.WorkerCommand() for _ in asked]
         for copy in copies:
             copy.CopyFrom(command)
-        deadline = self._config.command_deadline_s if deadline_s is None else deadline_s
-        return await asyncio.gather(
-            *(process.ask(copy, deadline) for process, copy in zip(asked, copies, strict=True)),
-            return_exceptions=True,
-        )
+        pairs = zip(asked, copies, strict=True)
+        answers = (process.ask(copy, deadline_s) for process, copy in pairs)
+        return await asyncio.gather(*answers, return_exceptions=True)
 
-    async def commit(self, process: WorkerProcess, commit: pb.CommitWeights) -> None:
-        """Have a worker serve a set. Requests that it ends for the commit continue under the new
-        policy. Raises the errors of WorkerProcess.ask.
-        """
-        if commit.mode == pb.PAUSE_MODE_ABORT:
-            # No request is sent between this call and the command, since the commit ends no later
-            # request.
-            self._seats[process.index].suspend("commit")
-        await self.ask(process, pb.WorkerCommand(commit_weights=commit))
-
-    async def healths(self, deadline_s: float | None = None) -> dict[int, pb.WorkerHealth]:
+    async def healths(self, deadline_s: float = ANSWER_S) -> dict[int, pb.WorkerHealth]:
         """Load and statistics by worker, without the workers that do not answer. Also records them
         as metrics.
 
-        deadline_s: of each answer; None is engine.command_deadline_s.
+        deadline_s: of each answer.
         """
         processes = self.processes()
-        answers = await self.ask_all(
-            pb.WorkerCommand(get_health=pb.GetHealth()), processes, deadline_s
-        )
-        found = {
-            p.index: a.health
-            for p, a in zip(processes, answers, strict=True)
-            if isinstance(a, pb.WorkerEvent)
-        }
-        for process in processes:
-            if process.index in found:
-                self.metrics.record_health(process.ready, found[process.index])
+        command = pb.WorkerCommand(get_health=pb.GetHealth())
+        answers = await self.ask_all(command, processes, deadline_s)
+        found: dict[int, pb.WorkerHealth] = {}
+        for process, answer in zip(processes, answers, strict=True):
+            if isinstance(answer, pb.WorkerEvent):
+                found[process.index] = answer.health
+                self.metrics.record_health(process.ready, answer.health)
         return found
 
     async def probe(self, seat: Seat, requests: Sequence[pb.EngineRequest]) -> list[pb.TokenChunk]:
@@ -197,7 +164,7 @@ class Router:
         probes = [Generation(request, seat.index) for request in requests]
         for generation in probes:
             seat.add(generation)
-        self._flush()
+        self.flush_requests()
         try:
             for generation in probes:
                 async for _ in generation.chunks():
@@ -214,12 +181,9 @@ class Router:
 
     def _place(self, generation: Generation, prefer: int | None = None) -> None:
         pinned = generation.pinned
-        seat = self._seats[pinned] if pinned is not None else None
-        if seat is None:
-            seat = choose(self._seats, prefer)
+        seat = choose(self.seats, prefer) if pinned is None else self.seats[pinned]
         if seat is None or seat.released:
-            self._held.add(generation)
-            self.traffic.update()
+            self.traffic.hold(generation)
             return
         seat.add(generation)
         self.traffic.update()
@@ -227,28 +191,32 @@ class Router:
             # Requests of one turn of the event loop leave in one message, so that the engine admits
             # them together.
             self._flushing = True
-            asyncio.get_running_loop().call_soon(self._flush)
+            asyncio.get_running_loop().call_soon(self.flush_requests)
 
-    def _flush(self) -> None:
+    def flush_requests(self) -> None:
+        """Send the unsent requests of every place with a worker."""
         self._flushing = False
-        for seat in self._seats:
+        for seat in self.seats:
             if seat.process is not None and seat.unsent:
                 requests = [generation.request for generation in seat.unsent]
                 seat.unsent = []
                 seat.process.send(pb.WorkerCommand(enqueue=pb.EnqueueRequests(requests=requests)))
 
     async def equip_worker(self, seat: Seat, process: WorkerProcess) -> None:
-        """See Routing. Repeats until no order has changed meanwhile."""
+        """See Routing. Repeats until no order has changed meanwhile. While the seat is lent, the
+        worker releases its memory.
+        """
         given, away = object(), False
         while given != (now := (self.orders(), seat.lent)):
             given = now
             if self.on_ready is not None:
                 await self.on_ready(process)
-            away = await self.lending.follow(seat, process, away=away)
-
-    def flush_requests(self, seat: Seat) -> None:
-        """See Routing."""
-        self._flush()
+            lent = seat.lent
+            if lent and not away:
+                await process.release_memory()
+            elif away and not lent:
+                await self.lending.on_return(process)
+            away = lent
 
     def deliver_tokens(self, seat: Seat, tokens: pb.TokensEmitted, rows: RowArray | None) -> None:
         """See Routing."""
@@ -301,9 +269,8 @@ class Router:
             self._on_discard(generation.request.request_id)
         for generation in (*sent, *unsent):
             if generation.tries >= MAX_TRIES:
-                generation.fail(
-                    f"the engine worker was lost {generation.tries} times under this request"
-                )
+                times = generation.tries
+                generation.fail(f"the engine worker was lost {times} times under this request")
             elif generation.request.probe:  # bound to this one worker
                 generation.fail("the engine worker was lost", Unavailable)
             elif not generation.rerun and not self.processes():

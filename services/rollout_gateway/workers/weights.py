@@ -1,15 +1,23 @@
-"""Loads new weights on the engine workers, and keeps the gateway's serving set."""
+"""Decides what the engine workers serve: keeps the serving set of the gateway, loads new weights,
+and disables paths that an audit found inexact.
+"""
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from paceline.errors import DataLoss, PacelineError, Unavailable, WeightsError
+from paceline import trajectory
+from paceline.arm_names import OFF
+from paceline.errors import DataLoss, InvalidInput, PacelineError, Unavailable, WeightsError
 from paceline.local.news import tell_supervisor
 from paceline.messages import versions_from_proto, versions_to_proto
+from paceline.models.profiles import ROUNDED
+from paceline.services.rollout_gateway import metrics
 from paceline.services.rollout_gateway.config import CanaryConfig
+from paceline.services.rollout_gateway.engines.nouns import Capability
 from paceline.services.rollout_gateway.workers.canary import Canary
 from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.services.rollout_gateway.workers.router import Router
@@ -68,8 +76,8 @@ class WorkerWeights:
         set, and the worker's errors.
         """
         async with self._swap:
-            await self._router.lending.wake(process)
-            answer = await self._router.ask(process, pb.WorkerCommand(get_health=pb.GetHealth()))
+            await process.restore_memory()
+            answer = await process.ask(pb.WorkerCommand(get_health=pb.GetHealth()))
             served = versions_from_proto(answer.health.versions)
             if served != process.versions:
                 message = f"{process.name} serves another set"
@@ -81,10 +89,8 @@ class WorkerWeights:
         """
         profile = self.versions.profile if target == pb.WEIGHT_TARGET_POLICY else ""
         command = _prepare(target, version, profile, path)
-        about: Attributes = {
-            names.TARGET: pb.WeightTarget.Name(target),
-            names.WEIGHTS_VERSION: version,
-        }
+        name = pb.WeightTarget.Name(target)
+        about: Attributes = {names.TARGET: name, names.WEIGHTS_VERSION: version}
         with span(names.WEIGHTS_PREPARE, about):
             async with self._swap:
                 processes = self._router.processes()
@@ -92,10 +98,8 @@ class WorkerWeights:
                 for process, answer in zip(processes, answers, strict=True):
                     if not isinstance(answer, BaseException):
                         process.prepared.add((target, version, profile))
-                    elif not isinstance(
-                        answer, Unavailable
-                    ):  # a lost worker loads the committed set when it restarts
-                        raise answer
+                    elif not isinstance(answer, Unavailable):
+                        raise answer  # a lost worker loads the committed set when it restarts
 
     async def on_commit(
         self, versions: VersionSet, mode: int, leased: Collection[int], *, judge: bool | None = None
@@ -107,28 +111,18 @@ class WorkerWeights:
         Raises WeightsError when the canary refuses the set, and the workers' error when none could
         serve it. The serving set is then unchanged.
         """
-        about: Attributes = {
-            names.SET_SEQ: versions.seq,
-            names.POLICY_VERSION: versions.policy,
-            names.DRAFTER_VERSION: versions.drafter,
-            names.PROFILE: versions.profile,
-        }
+        sides = {names.POLICY_VERSION: versions.policy, names.DRAFTER_VERSION: versions.drafter}
+        about: Attributes = {names.SET_SEQ: versions.seq, names.PROFILE: versions.profile, **sides}
         with span(names.WEIGHTS_COMMIT, about):
             async with self._swap:
                 judged = len(self._router.seats) > 1 if judge is None else judge
+                commit = partial(self._commit_one, versions=versions, mode=mode)
                 first = None
                 if judged:
-                    first = await self._canary.first(
-                        [one for one in self._router.processes() if one.index not in leased],
-                        self.versions,
-                        versions,
-                        lambda process: self._commit_one(process, versions, mode),
-                    )
+                    able = [one for one in self._router.processes() if one.index not in leased]
+                    first = await self._canary.test_set(able, self.versions, versions, commit)
                 processes = [one for one in self._router.processes() if one is not first]
-                answers = await asyncio.gather(
-                    *(self._commit_one(process, versions, mode) for process in processes),
-                    return_exceptions=True,
-                )
+                answers = await asyncio.gather(*map(commit, processes), return_exceptions=True)
                 failures = [answer for answer in answers if isinstance(answer, BaseException)]
                 if first is None and failures and len(failures) == len(processes):
                     raise failures[0]
@@ -142,13 +136,11 @@ class WorkerWeights:
 
     async def on_abort(self, target: int, version: int) -> None:
         """Drop a prepared version."""
-        command = pb.WorkerCommand(
-            abort_weights=pb.AbortWeights(target=pb.WeightTarget.Name(target), version=version)
-        )
+        aborted = pb.AbortWeights(target=pb.WeightTarget.Name(target), version=version)
         async with self._swap:
             for process in self._router.processes():
                 process.forget(target, version)
-            await self._router.ask_all(command)
+            await self._router.ask_all(pb.WorkerCommand(abort_weights=aborted))
 
     async def _commit_one(self, process: WorkerProcess, versions: VersionSet, mode: int) -> None:
         """Commit a set on one worker. A damaged drafter is left out with a warning: the worker is
@@ -164,11 +156,13 @@ class WorkerWeights:
                 left_out = f"drafts without drafter version {versions.drafter}: {error}"
                 tell_supervisor("impaired", f"{process.name} {left_out}")
                 versions = replace(versions, drafter=process.versions.drafter)
-        commit = pb.CommitWeights(
-            versions=versions_to_proto(versions),
-            mode=pb.PauseMode.Name(mode or pb.PAUSE_MODE_IN_PLACE),
-        )
-        await self._router.commit(process, commit)
+        name = pb.PauseMode.Name(mode or pb.PAUSE_MODE_IN_PLACE)
+        commit = pb.CommitWeights(versions=versions_to_proto(versions), mode=name)
+        if mode == pb.PAUSE_MODE_ABORT:
+            # No request is sent between this call and the command, since the commit ends no later
+            # request. The suspended requests continue under the new policy.
+            self._router.seats[process.index].suspend("commit")
+        await process.ask(pb.WorkerCommand(commit_weights=commit))
         process.versions = versions
         process.forget(pb.WEIGHT_TARGET_POLICY, versions.policy)
         process.forget(pb.WEIGHT_TARGET_DRAFTER, versions.drafter)
@@ -182,7 +176,7 @@ class WorkerWeights:
         await asyncio.to_thread(self._spool.check, target, version)
         if self._spool.has(target, version):
             path = self._spool.path(target, version)
-            await self._router.ask(process, _prepare(target, version, profile, path))
+            await process.ask(_prepare(target, version, profile, path))
 
     def _spooled_hash(self, policy_version: int) -> str:
         try:
@@ -201,8 +195,65 @@ class WorkerWeights:
 
 
 def _prepare(target: int, version: int, profile: str, path: Path) -> pb.WorkerCommand:
-    return pb.WorkerCommand(
-        prepare_weights=pb.PrepareWeights(
-            target=pb.WeightTarget.Name(target), version=version, path=str(path), profile=profile
-        )
-    )
+    name, place = pb.WeightTarget.Name(target), str(path)
+    prepared = pb.PrepareWeights(target=name, version=version, path=place, profile=profile)
+    return pb.WorkerCommand(prepare_weights=prepared)
+
+
+_ARM, _NUMBERS = trajectory.ARM_PATH, trajectory.NUMBERS_PATH
+_PLAIN, _DRAFTED, _REUSED = trajectory.PLAIN_PATH, trajectory.DRAFTED_PATH, trajectory.REUSED_PATH
+_ALONE = (_PLAIN, _DRAFTED, _REUSED, trajectory.SWAPPED_PATH)
+
+
+class Quarantined:
+    """Paths that no worker uses; the set only grows."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self.paths: tuple[str, ...] = ()
+
+    async def add(self, paths: Iterable[str]) -> list[str]:
+        """Disable paths on every worker; returns the paths that the engine cannot disable. Raises
+        InvalidInput for an invalid path name, and the workers' errors.
+        """
+        wanted = list(dict.fromkeys(paths))
+        for path in wanted:
+            _check(path)
+        new = [path for path in wanted if path not in self.paths]
+        if new:
+            self.paths += tuple(new)
+            for path in new:
+                log.error("path_quarantined", path=path)
+                metrics.QUARANTINED.record(1, path=path)
+            for answer in await self._router.ask_all(self._command()):
+                # A lost worker gets the command when it restarts.
+                if isinstance(answer, PacelineError) and not isinstance(answer, Unavailable):
+                    raise answer
+        return [path for path in wanted if self._unmet(path)]
+
+    async def send_paths(self, process: WorkerProcess) -> None:
+        """Send the disabled paths to a starting worker, before its first request."""
+        if self.paths:
+            await process.ask(self._command())
+
+    def _unmet(self, path: str) -> bool:
+        """Whether the engine cannot disable the path. The coordinator handles a commit's own paths:
+        a swap and a profile.
+        """
+        profiles = ROUNDED if Capability.PROFILES in self._router.ready.capabilities else ()
+        rounding = path.startswith(_NUMBERS)
+        return path == _PLAIN or (rounding and path.removeprefix(_NUMBERS) not in profiles)
+
+    def _command(self) -> pb.WorkerCommand:
+        arms = [path.removeprefix(_ARM) for path in self.paths if path.startswith(_ARM)]
+        if _DRAFTED in self.paths:
+            arms = [arm for arm in self._router.ready.arms if arm != OFF]
+        withheld = pb.Quarantine(arms=arms, reuse=_REUSED in self.paths)
+        return pb.WorkerCommand(quarantine=withheld)
+
+
+def _check(path: str) -> None:
+    named = any(path.startswith(kind) and path != kind for kind in (_ARM, _NUMBERS))
+    if path not in _ALONE and not named:
+        allowed = f"{', '.join(_ALONE)}, {_ARM}<name> or {_NUMBERS}<format>"
+        raise InvalidInput("an audit knows no such path", seen=path, allowed=allowed)

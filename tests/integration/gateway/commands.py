@@ -85,8 +85,8 @@ def note_commands(monkeypatch: pytest.MonkeyPatch) -> Order:
     order: Order = []
     ask, send = WorkerProcess.ask, WorkerProcess.send
 
-    async def noted(process: WorkerProcess, command: pb.WorkerCommand, deadline_s: float) -> Any:
-        answer = await ask(process, command, deadline_s)
+    async def noted(process: WorkerProcess, command: pb.WorkerCommand, *options: float) -> Any:
+        answer = await ask(process, command, *options)
         order.append(("answered", process.index, command.WhichOneof("command") or ""))
         return answer
 

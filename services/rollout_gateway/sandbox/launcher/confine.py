@@ -106,8 +106,7 @@ def replace_process() -> None:
     """Never returns. Raises OSError when the interpreter cannot be started."""
     here = os.getcwd()
     environment = {
-        "HOME": here,
-        "TMPDIR": here,
+        **dict.fromkeys(("HOME", "TMPDIR"), here),
         "PATH": "",
         "LANG": "C.UTF-8",
         "PYTHONUTF8": "1",
@@ -218,8 +217,7 @@ class Confinement:
             path.parent.mkdir(parents=True, exist_ok=True)
             # a model's text may be invalid text
             path.write_text(text, encoding="utf-8", errors="replace", newline="")
-        user = self._inner_id()
-        if user is not None:
+        if (user := self._inner_id()) is not None:
             for made in (Path(box), *Path(box).rglob("*")):
                 os.chown(made, user, user)
 
@@ -245,10 +243,9 @@ class Confinement:
                 scoped = linux.restrict_files(self._rules(box))
         if "seccomp" in self._request.layers:
             with _layer("seccomp"):
-                machine, pid = os.uname().machine, os.getpid()
-                linux.install_filter(
-                    linux.filter_program(machine, alone=self._spaces, scoped=scoped, pid=pid)
-                )
+                about = {"alone": self._spaces, "scoped": scoped}
+                program = linux.filter_program(os.uname().machine, **about, pid=os.getpid())
+                linux.install_filter(program)
         _report(self._report, {"started": True})
         replace_process()
 

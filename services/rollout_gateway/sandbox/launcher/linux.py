@@ -27,10 +27,8 @@ to the code's own processes. ARGUMENTS: refused with some arguments.
 UNKNOWN = 470
 """Numbers from here on are newer than the table: refused as by a kernel without them."""
 # Read before the first fork: the confined process cannot open the file.
-_COLUMNS, *_CALLS = [
-    line.split(",")
-    for line in Path(__file__).with_name("system_calls.csv").read_text("ascii").split()
-]
+_TABLE = Path(__file__).with_name("system_calls.csv").read_text("ascii")
+_COLUMNS, *_CALLS = [line.split(",") for line in _TABLE.split()]
 
 
 def numbers(machine: str, *groups: str) -> dict[str, int]:
@@ -165,9 +163,8 @@ def restrict_files(rules: Sequence[tuple[str, int]]) -> bool:
     scope = _ABSTRACT_SOCKETS_AND_SIGNALS if scoped else 0
     attributes = struct.pack("=QQQ", handled, network, scope)
     size = 8 if version < _NETWORK_ABI else 16 if version < _SCOPE_ABI else 24
-    ruleset = syscall(
-        "landlock_create_ruleset", _CREATE_RULESET, ctypes.c_char_p(attributes), size, 0
-    )
+    given = ctypes.c_char_p(attributes), size, 0
+    ruleset = syscall("landlock_create_ruleset", _CREATE_RULESET, *given)
     for path, rights in rules:
         _allow(ruleset, path, rights & handled)
     syscall("landlock_restrict_self", _RESTRICT_SELF, ruleset, 0)
@@ -213,11 +210,8 @@ def _check(number: int, *conditions: list[Instruction]) -> list[Instruction]:
 
 
 def _is(argument: int, value: int, mask: int = 0xFFFFFFFF) -> list[Instruction]:
-    return [
-        *_masked(argument, mask),
-        (_JUMP_EQUAL, 1, 0, value),
-        (_RETURN, 0, 0, _ERRNO | errno.EPERM),
-    ]
+    refusal = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
+    return [*_masked(argument, mask), (_JUMP_EQUAL, 1, 0, value), refusal]
 
 
 def _is_none_of(argument: int, values: Sequence[int], mask: int = 0xFFFFFFFF) -> list[Instruction]:
@@ -254,12 +248,7 @@ def filter_program(machine: str, *, alone: bool, scoped: bool, pid: int) -> list
 
     Raises OSError for an unknown architecture.
     """
-    refused = [ALWAYS]
-    if not alone:
-        refused.append(SHARED)
-        if not scoped:
-            refused.append(SIGNALS)
-
+    refused = [ALWAYS] if alone else [ALWAYS, SHARED] if scoped else [ALWAYS, SHARED, SIGNALS]
     known = numbers(machine, ARGUMENTS)
     filter_ = [
         (_LOAD, 0, 0, _ARCHITECTURE),

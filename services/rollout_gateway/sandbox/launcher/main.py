@@ -74,40 +74,6 @@ _FREE_BYTES, _FREE_FILES = 1 << 30, 10_000
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-class BoxUsage:
-    """Usage of one run."""
-
-    def __init__(self, request: RunRequest, child: int) -> None:
-        """`child`: the launcher's child; the broker if there are namespaces."""
-        self._limit = request.memory_bytes
-        self._spaces = "namespaces" in request.layers
-        self._box = request.box
-        self._child = child
-        self._fill = _FILL_BYTES_PER_S * min(os.cpu_count() or 1, request.processes)
-
-    def check(self) -> tuple[bool, float]:
-        """Whether the run exceeds its memory, and seconds until the next check, fewer near the
-        limit.
-
-        Raises OSError when the disk of its directory is nearly full, from any cause.
-        """
-        if not self._spaces:  # otherwise it is a separate file system of bounded size
-            _check_disk(self._box)
-        room = self._room()
-        if room < 0:  # a process that forked between two readings was counted twice
-            room = self._room()
-        return room < 0, min(_LONGEST_S, max(_SHORTEST_S, room / self._fill))
-
-    def _room(self) -> int:
-        """Bytes of memory that the run may still use."""
-        ours = {self._child, *(children(self._child) if self._spaces else ())}  # broker and guard
-        pids = [pid for pid in descendants(os.getpid()) if pid not in ours]
-        resident = sum(_resident(pid) for pid in pids)
-        if resident > self._limit:  # then shared pages count once
-            resident = sum(_proportional(pid) for pid in pids)
-        return self._limit - resident
-
-
 def _resident(pid: int) -> int:
     try:
         with open(f"/proc/{pid}/statm") as file:
@@ -134,10 +100,9 @@ def _check_disk(box: str) -> None:
     there = os.statvfs(box)
     free = there.f_bavail * there.f_frsize
     if free < _FREE_BYTES or (there.f_files and there.f_favail < _FREE_FILES):
-        raise OSError(
-            f"the disk of {box} is nearly full: {free} bytes and {there.f_favail} files are free, "
-            f"{_FREE_BYTES} and {_FREE_FILES} are kept for others"
-        )
+        seen = f"{free} bytes and {there.f_favail} files are free"
+        kept = f"{_FREE_BYTES} and {_FREE_FILES} are kept for others"
+        raise OSError(f"the disk of {box} is nearly full: {seen}, {kept}")
 
 
 class _Output:
@@ -175,6 +140,8 @@ class _Launcher:
         os.set_blocking(self._wake_writer, False)
         signal.set_wakeup_fd(self._wake_writer)
         signal.signal(signal.SIGTERM, lambda *_: None)
+        self._spaces = "namespaces" in request.layers
+        self._child = 0  # of the launcher; the broker if there are namespaces
         self._began: float | None = None
         self._next_check = 0.0
         self._seconds = 0.0
@@ -187,28 +154,27 @@ class _Launcher:
         stdin = _stdin(self._request.stdin.encode("utf-8", "replace"))
         out, err = (output.writer for output in self._outputs.values())
         confinement = Confinement(self._request, (stdin, out, err), self._report_writer)
-        child = confinement.start()
+        self._child = confinement.start()
         try:
             for fd in (stdin, out, err, self._report_writer):
                 os.close(fd)
-            self._watch(child)
+            self._watch()
         finally:
-            kill_all(child, confinement.sweep)
+            kill_all(self._child, confinement.sweep)
         self._drain()
         return self._answer()
 
-    def _watch(self, child: int) -> None:
+    def _watch(self) -> None:
         """Returns when the child has ended, its time is over, it exceeds a limit, or a stop is
         requested.
         """
-        usage = BoxUsage(self._request, child)
-        usage.check()
-        ended = os.pidfd_open(child)
+        self._check_memory()
+        ended = os.pidfd_open(self._child)
         poll = select.poll()
         for fd in (*self._outputs, self._report_reader, self._wake_reader, ended):
             poll.register(fd, select.POLLIN)
         while not self._stopped_by:
-            patience = self._next_check_s(usage)
+            patience = self._next_check_s()
             if self._stopped_by:
                 break
             ready = [fd for fd, _ in poll.poll(None if patience is None else patience * 1000)]
@@ -224,21 +190,41 @@ class _Launcher:
             self._seconds = time.monotonic() - self._began
         os.close(ended)
 
-    def _next_check_s(self, usage: BoxUsage) -> float | None:
+    def _next_check_s(self) -> float | None:
         """Seconds until the next check or the end of the run's time, whichever is first; None
         before the code has begun.
         """
         if self._began is None:
             return None
         if time.monotonic() >= self._next_check:
-            too_much, pause = usage.check()
-            self._stopped_by = "memory" if too_much else ""
+            room = self._check_memory()
+            self._stopped_by = "memory" if room < 0 else ""
+            fill = _FILL_BYTES_PER_S * min(os.cpu_count() or 1, self._request.processes)
+            pause = min(_LONGEST_S, max(_SHORTEST_S, room / fill))  # short near the limit
             self._next_check = time.monotonic() + pause
         now = time.monotonic()
         left = self._began + self._request.wall_s - now
         if left <= 0:
             self._stopped_by = "timeout"
         return max(0.0, min(left, self._next_check - now))  # negative: for ever
+
+    def _check_memory(self) -> int:
+        """Bytes of memory that the run may still use; negative if it exceeds its memory.
+
+        Raises OSError when the disk of its directory is nearly full, from any cause.
+        """
+        if not self._spaces:  # otherwise it is a separate file system of bounded size
+            _check_disk(self._request.box)
+        room = self._room()
+        return room if room >= 0 else self._room()  # a fork between two readings counts twice
+
+    def _room(self) -> int:
+        ours = {self._child, *(children(self._child) if self._spaces else ())}  # broker and guard
+        pids = [pid for pid in descendants(os.getpid()) if pid not in ours]
+        limit, resident = self._request.memory_bytes, sum(_resident(pid) for pid in pids)
+        if resident > limit:  # then shared pages count once
+            resident = sum(_proportional(pid) for pid in pids)
+        return limit - resident
 
     def _read(self, fd: int) -> bool:
         if fd in self._outputs:
@@ -277,9 +263,8 @@ class _Launcher:
     def _reason(self, exit_code: int, cpu_s: float) -> str:
         if self._stopped_by:
             return self._stopped_by
-        if exit_code == -signal.SIGXCPU or (
-            exit_code == -signal.SIGKILL and cpu_s >= self._request.cpu_s
-        ):
+        spent = exit_code == -signal.SIGKILL and cpu_s >= self._request.cpu_s
+        if spent or exit_code == -signal.SIGXCPU:
             return "cpu"
         if exit_code == MEMORY_EXIT:
             return "memory"

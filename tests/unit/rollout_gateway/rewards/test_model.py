@@ -14,6 +14,7 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
+from rule_children import rule_pids
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
@@ -230,17 +231,16 @@ async def test_the_model_scores_in_a_process_of_its_own(
     rules = rules_of(write_llama(tmp_path))
     values = await asyncio.gather(*(rules.rule("model").score(episode(text)) for text in TEXTS))
     assert values == pytest.approx(scores(tmp_path, *("2+4=" + text for text in TEXTS)), abs=1e-5)
-    pids = rules.pids
-    assert len(pids) == 1
+    (pid,) = rule_pids()
     await rules.stop()
-    assert not psutil.pid_exists(pids[0])
+    assert not psutil.pid_exists(pid)
 
 
 STAND_IN = """
 import os, time
-from paceline.services.rollout_gateway.rewards.child_program import BatchRule, Raised
+from paceline.services.rollout_gateway.rewards.child_program import Raised
 
-class StandIn(BatchRule):
+class StandIn:
     def __init__(self, model, threads, max_tokens):
         pass
 
@@ -270,7 +270,7 @@ def rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deadline_s: float) ->
     """
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
-    monkeypatch.setattr("paceline.services.rollout_gateway.rewards.model.MODEL", "stand_in:StandIn")
+    monkeypatch.setattr("paceline.services.rollout_gateway.rewards.child.MODEL", "stand_in:StandIn")
     monkeypatch.setattr(ModelRewardConfig, "max_batch", 4)
     return rules_of(tmp_path, deadline_s=deadline_s)
 
@@ -293,12 +293,12 @@ async def test_an_unreadable_text_is_unscored_alone(rule: RewardRule) -> None:
     ]
 
 
-async def test_a_model_killed_while_idle_is_replaced(rule: RewardRule, rules: RewardRules) -> None:
+async def test_a_model_killed_while_idle_is_replaced(rule: RewardRule) -> None:
     assert await rule.score(episode("#6")) == 1.0
-    (pid,) = rules.pids
+    (pid,) = rule_pids()
     os.kill(pid, signal.SIGKILL)
     assert await rule.score(episode("#6")) == 1.0
-    assert rules.pids != [pid]
+    assert pid not in rule_pids()
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def received(data: bytes) -> child_program.Answer:
 
 @given(st.lists(EPISODES, max_size=2).map(tuple))
 def test_episodes_come_through_a_pipe_whole(episodes: tuple[Episode, ...]) -> None:
-    asked = child_program.ScoreEpisodes("own:Rule", episodes)
+    asked = child_program.RuleRequest("own:Rule", episodes=episodes)
     assert child_program.read(io.BytesIO(child_program.encode(asked))) == asked
 
 
@@ -53,7 +53,7 @@ def test_answers_come_back_whole(answer: child_program.Answer) -> None:
 
 def test_a_child_cannot_ask() -> None:
     with pytest.raises(DataLoss):
-        received(child_program.encode(child_program.Load("own:Rule")))
+        received(child_program.encode(child_program.RuleRequest("own:Rule")))
 
 
 @given(st.binary(max_size=64))
