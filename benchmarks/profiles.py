@@ -42,7 +42,8 @@ from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEn
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.sglang.host import check_installed
 from paceline.services.rollout_gateway.environments import TextTurn
-from paceline.tasks import Task, open_tasks
+from paceline.tasks import Task
+from paceline.tasks.file import open_tasks
 
 SCORED_TOKENS = 64
 

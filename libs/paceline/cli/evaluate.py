@@ -12,14 +12,17 @@ from rich.progress import Progress
 from rich.table import Table
 
 from paceline.addresses import loopback
-from paceline.config import ServiceConfig, load_config
+from paceline.config import ServiceConfig
+from paceline.config.load import load_config
 from paceline.local import patience, services, supervisor
 from paceline.local.ports import free_ports
 from paceline.local.tokens import use_run_tokens
 from paceline.messages import task_specs
 from paceline.report.solved import accuracy, pass_figures, truncated_share
 from paceline.rpc import MOST_TASK_BYTES, channel, leased, rpc_errors
-from paceline.tasks import Columns, Task, open_tasks
+from paceline.tasks import Task
+from paceline.tasks.columns import Columns
+from paceline.tasks.file import open_tasks
 from paceline.v1.rollout_pb2 import RunTasksRequest, SampleFinished
 from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
 

@@ -9,7 +9,7 @@ from paceline.cli import plan, run_files
 from paceline.config import load
 from paceline.errors import ConfigError
 from paceline.local.checks import check_reading
-from paceline.tasks import open_tasks
+from paceline.tasks.file import open_tasks
 from paceline.whole_files import write_whole
 
 _TEMPLATE = Path(__file__).with_name("run.toml")

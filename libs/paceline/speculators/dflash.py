@@ -23,7 +23,6 @@ from paceline.config import Config
 from paceline.errors import InvalidInput
 from paceline.models import products
 from paceline.models.config import ModelConfig, parse_config, read_count
-from paceline.models.inner_layers import check_inner_layers, dflash_inner_layers
 from paceline.speculators import kinds, layer_net, net, packed
 from paceline.speculators.losses import Targets, target_losses
 
@@ -136,9 +135,9 @@ class DflashLayer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.input_layernorm = layer_net.RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = layer_net.Attention(config, config.hidden_size)
-        self.post_attention_layernorm = layer_net.RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = layer_net.SwiGlu(config)
 
     def forward(
@@ -175,9 +174,9 @@ class DflashNet(layer_net.LayerNet):
         self.inner = shape.inner
         hidden, eps = shape.config.hidden_size, shape.config.rms_norm_eps
         self.fc = products.Linear(len(shape.inner) * hidden, hidden, bias=False)
-        self.hidden_norm = layer_net.RmsNorm(hidden, eps)
+        self.hidden_norm = nn.RMSNorm(hidden, eps=eps)
         self.layers = nn.ModuleList(DflashLayer(shape.config) for _ in range(self.depth))
-        self.norm = layer_net.RmsNorm(hidden, eps)
+        self.norm = nn.RMSNorm(hidden, eps=eps)
         layer_net.reset_weights(self, seed)
 
     @classmethod
@@ -190,10 +189,9 @@ class DflashNet(layer_net.LayerNet):
         mask = options.mask_token_id
         mask = default_mask(target) if mask is None else mask
         check_mask(mask, target)
-        check_inner_layers(options.inner_layers, target.num_layers)
         shape = DflashShape(
             layer_net.drafter_shape(target, "qwen3", options.layers),
-            options.inner_layers or dflash_inner_layers({}, target.num_layers),
+            kinds.inner_layers(target.num_layers, options.inner_layers, "DFlash"),
             options.block_size,
             mask,
             target.num_layers,
@@ -217,18 +215,10 @@ class DflashNet(layer_net.LayerNet):
             )
         return cls(shape, options)
 
-    def twin(self) -> Self:
-        """See DraftNet.twin."""
-        return type(self)(self.shape, self.options)
-
     @property
     def drafts(self) -> int:
         """Drafts of a block, B - 1."""
         return self.shape.block_size - 1
-
-    def shards(self) -> tuple[nn.Module, ...]:
-        """See DraftNet.shards."""
-        return tuple(self.layers)
 
     # ---- checkpoints
 

@@ -103,16 +103,16 @@ class DflashDrafter(layer_drafter.CachedDrafter[dflash.DflashNet]):
     ) -> Tensor:
         """See CachedDrafter; returns the context [B R, H] of the given rows."""
         config = self._config
-        known = self._known_rows(batch, slots, lengths, rows)
-        context = self._normed(products.linear(known.states, self._fc), self._hidden_norm)
+        index, positions, states = self._known_rows(batch, slots, lengths, rows)
+        context = self._normed(products.linear(states, self._fc), self._hidden_norm)
         projected = products.linear(context, self._context).view(len(context), len(self._stack), -1)
         width = config.num_kv_heads * config.head_dim
-        rotation = self._rotation[known.positions.flatten()][:, None, None]
+        rotation = self._rotation[positions.flatten()][:, None, None]
         keys = projected[..., :width].unflatten(-1, (config.num_kv_heads, -1))
         decoder.rotate_heads(keys, self._key_norms, rotation, config.rms_norm_eps)
-        cells = self._cache.cells(known.index[:, 0], known.positions).view(-1)
-        for index in range(len(self._stack)):
-            self._cache.write(index, cells, projected[:, index])
+        cells = self._cache.cells(index[:, 0], positions).view(-1)
+        for layer in range(len(self._stack)):
+            self._cache.write(layer, cells, projected[:, layer])
         return context
 
 

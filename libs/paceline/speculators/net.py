@@ -1,5 +1,6 @@
 """A drafter's network, shared by trainer and engine: its inputs, its predictions, its storage."""
 
+import copy
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
@@ -84,9 +85,10 @@ class DraftNet(nn.Module, ABC):
         Raises InvalidInput naming the key that does not match the target.
         """
 
-    @abstractmethod
     def twin(self) -> Self:
-        """Another network of this shape; its weights are unspecified."""
+        """A copy of the network, bound to the same target by reference."""
+        of_target = {id(one): one for one in vars(self).values() if isinstance(one, Tensor)}
+        return copy.deepcopy(self, of_target)
 
     @property
     @abstractmethod

@@ -136,10 +136,6 @@ class RecurrentNet(DraftNet):
         not match.
         """
 
-    def twin(self) -> Self:
-        """See DraftNet.twin."""
-        return type(self)(self.target, self.options)
-
     @property
     def capture(self) -> CaptureSpec:
         """See DraftNet.capture."""

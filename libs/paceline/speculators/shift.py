@@ -11,7 +11,7 @@ from pathlib import Path
 
 from paceline.errors import DataLoss, InvalidInput
 from paceline.tagged_json import from_object
-from paceline.weight_documents import ACCEPTANCE, DOCUMENTS
+from paceline.tensors import ACCEPTANCE, DOCUMENTS
 
 FILE = DOCUMENTS[ACCEPTANCE]
 MAX_POSITIONS = 64

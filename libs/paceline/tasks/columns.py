@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from paceline.tasks.task import Task, TaskFileError
+from paceline.tasks import Task, TaskFileError
 
 ROLES = ("system", "user", "assistant")
 MESSAGES = "messages"

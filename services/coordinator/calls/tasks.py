@@ -13,7 +13,8 @@ from paceline.plugins import import_filter
 from paceline.rpc import MOST_TASK_BYTES, leased
 from paceline.services.coordinator.config import CoordinatorConfig
 from paceline.services.coordinator.machine.state import Evaluation
-from paceline.tasks import Task, TaskFile, draw_tasks, open_tasks
+from paceline.tasks import Task, draw_tasks
+from paceline.tasks.file import TaskFile, open_tasks
 from paceline.v1.rollout_pb2 import RunTasksRequest, TaskSpec
 from paceline.v1.trajectory_pb2 import PURPOSE_EVAL, PURPOSE_TRAIN, SamplingParams
 

@@ -11,7 +11,8 @@ import pyarrow
 import pytest
 from pyarrow import ipc, parquet
 
-from paceline.tasks import Task, TaskFileError, draw_tasks, open_tasks, read_tasks, write_tasks
+from paceline.tasks import Task, TaskFileError, draw_tasks, write_tasks
+from paceline.tasks.file import open_tasks, read_tasks
 
 ROWS = [{"task_id": f"t{i}", "prompt": f"{i}=", "answer": str(i), "level": i} for i in range(2500)]
 TASKS = [Task(f"t{i}", f"{i}=", str(i), {"level": str(i)}) for i in range(2500)]

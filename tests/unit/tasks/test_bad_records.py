@@ -15,7 +15,8 @@ from pyarrow import parquet
 
 from paceline.errors import InvalidInput
 from paceline.plugins import import_filter
-from paceline.tasks import Task, TaskFileError, open_tasks, read_tasks
+from paceline.tasks import Task, TaskFileError
+from paceline.tasks.file import open_tasks, read_tasks
 
 HALF = "\ud83d"
 GOOD = {"task_id": "t1", "prompt": "1+1=", "answer": "2"}
