@@ -23,14 +23,14 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from paceline.errors import ResourceExhausted, WeightsError
+from paceline.errors import ResourceExhausted
 from paceline.models import loading
 from paceline.models.adapters import read_version
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import DecoderWeights, Matrix
-from paceline.models.profiles import PROFILES, Profile, check_profile
-from paceline.models.quantised import QuantisedMatrix, as_matrix
-from paceline.models.records import ServedTensor, model_records
+from paceline.models.profiles import Profile, chosen_profile
+from paceline.models.quantised import QuantisedMatrix
+from paceline.models.records import model_records
 
 ALIGNED = 64
 """Alignment in bytes of each tensor in the file."""
@@ -66,16 +66,11 @@ class ServedModel:
         """Number format for the spans of tokens."""
         return self.profile.name if self.profile else str(self.dtype).removeprefix("torch.")
 
-    @property
-    def records(self) -> tuple[ServedTensor, ...]:
-        """Served tensors with their sources."""
-        return tuple(model_records(self.config))
-
     def under(self, profile: str) -> ServedModel:
         """The same model under a profile; "": not rounded. Raises InvalidInput for an
         unknown name.
         """
-        return replace(self, profile=PROFILES[check_profile(profile)] if profile else None)
+        return replace(self, profile=chosen_profile(profile))
 
     def load(self, path: Path) -> DecoderWeights:
         """Loads a version into new storages.
@@ -91,23 +86,11 @@ class ServedModel:
             profile=self.profile,
         )
 
-    def built(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Storages by name, one record after the other, for records with all parts present.
-
-        Raises WeightsError if only some parts of a record are present.
-        """
-        for record in self.records:
-            there = [part.name for part in record.parts if part.name in tensors]
-            if there and len(there) < len(record.parts):
-                lacking = [part.name for part in record.parts if part.name not in tensors]
-                raise WeightsError(
-                    f"{record.place} is served whole: {lacking[0]} is missing",
-                    seen=", ".join(there),
-                    allowed=", ".join(part.name for part in record.parts),
-                )
-            if there:
-                matrix = loading.built_of(record, tensors, self.dtype, self.device, self.profile)
-                yield from storages_of({record.place: matrix})
+    def _storages(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Storages of a checked model's tensors by name, built as they are requested."""
+        for record in model_records(self.config):
+            matrix = record.built(tensors, self.dtype, self.device, self.profile)
+            yield from storages_of({record.place: matrix})
 
     def staged(self, path: Path) -> StagedWeights:
         """Reads a version. The file is in its directory if that is writable, else among temporary
@@ -117,7 +100,7 @@ class ServedModel:
         """
         named = loading.checked_model(self.config, read_version(path, self.start))
         with _unnamed_file(path) as file:
-            tensors = _written(file, self.built(named))
+            tensors = _written(file, self._storages(named))
         return StagedWeights(
             self.profile, tensors, loading.hash_head(loading.stored_head(named)), path
         )
@@ -125,9 +108,8 @@ class ServedModel:
     def restore(self, weights: DecoderWeights, path: Path) -> None:
         """Reads the serving version into its storages again. Raises as `load`."""
         found = storages(weights)
-        for name, tensor in self.built(
-            loading.checked_model(self.config, read_version(path, self.start))
-        ):
+        named = loading.checked_model(self.config, read_version(path, self.start))
+        for name, tensor in self._storages(named):
             overwrite(found[name], tensor)
 
 
@@ -159,7 +141,7 @@ def beside(weights: DecoderWeights, staged: StagedWeights) -> DecoderWeights:
         own = tensor.to(device, copy=True)
         if kind == "values" and staged.profile is not None:
             scales = staged.tensors[f"{place}.scales"].to(device, copy=True)
-            built[place] = as_matrix(staged.profile, own, scales)
+            built[place] = QuantisedMatrix(own, scales, staged.profile)
         elif kind != "scales":
             built[name] = own
     return loading.assembled(weights.config, built, weights.rotation, staged.head_hash)

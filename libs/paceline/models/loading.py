@@ -16,7 +16,7 @@ from paceline.errors import DataLoss, InvalidInput, WeightsError
 from paceline.models.config import ModelConfig, read_config
 from paceline.models.decoder import DecoderWeights, LayerWeights, Matrix
 from paceline.models.profiles import Profile
-from paceline.models.records import ServedTensor, input_norm_record, layer_records, model_records
+from paceline.models.records import layer_records, model_records
 from paceline.models.rope import rotation_table
 from paceline.tensors import head_hash
 
@@ -168,15 +168,14 @@ def fuse_layer(
     """LayerWeights from checkpoint tensors; input_norm is None if the checkpoint has none under the
     prefix.
     """
-    records = list(layer_records(config, prefix))
-    if f"{prefix}input_layernorm.weight" in tensors:
-        records.append(input_norm_record(config, prefix))
-    return layer_of({one.place: one.built(tensors, dtype, device, None) for one in records})
+    there = [one for one in layer_records(config, prefix) if one.parts[0].name in tensors]
+    return layer_of({one.place: one.built(tensors, dtype, device, None) for one in there})
 
 
-def layer_of(built: Mapping[str, Matrix]) -> LayerWeights:
-    """The layer with these fields; missing fields are None."""
-    return LayerWeights(**{one.name: built.get(one.name) for one in fields(LayerWeights)})  # type: ignore[arg-type]
+def layer_of(built: Mapping[str, Matrix], place: str = "") -> LayerWeights:
+    """The layer whose fields follow `place` in their names; missing fields are None."""
+    names = [one.name for one in fields(LayerWeights)]
+    return LayerWeights(**{name: built.get(f"{place}{name}") for name in names})  # type: ignore[arg-type]
 
 
 def build_weights(
@@ -197,9 +196,7 @@ def build_weights(
     """
     device = device or torch.device("cpu")
     named = checked_model(config, tensors)
-    built = {
-        one.place: built_of(one, named, dtype, device, profile) for one in model_records(config)
-    }
+    built = {one.place: one.built(named, dtype, device, profile) for one in model_records(config)}
     rotation = rotation_table(config.rope, config.head_dim, positions).to(device)
     return assembled(config, built, rotation, hash_head(stored_head(named)))
 
@@ -218,45 +215,16 @@ def stored_head(named: Mapping[str, Tensor]) -> Tensor:
     return named.get("lm_head.weight", named["model.embed_tokens.weight"])
 
 
-def built_of(
-    record: ServedTensor,
-    tensors: Mapping[str, Tensor],
-    dtype: torch.dtype,
-    device: torch.device,
-    profile: Profile | None,
-) -> Matrix:
-    """The served tensor of a record; a WeightsError names the tensor."""
-    try:
-        return record.built(tensors, dtype, device, profile)
-    except WeightsError as error:
-        raise error.within(record.parts[0].name) from error
-
-
 def assembled(
     config: ModelConfig, built: Mapping[str, Matrix], rotation: Tensor, head_hash: str
 ) -> DecoderWeights:
     """The model from its built tensors, by place."""
-    embed, head = built["embed"], built.get("head", built["embed"])
-    norm = built["norm"]
+    embed, norm, head = built["embed"], built["norm"], built.get("head", built["embed"])
     assert isinstance(embed, Tensor)
-    assert isinstance(head, Tensor)
     assert isinstance(norm, Tensor)
-    layers = []
-    for index in range(config.num_layers):
-        place = f"layers.{index}."
-        own = {
-            name.removeprefix(place): one for name, one in built.items() if name.startswith(place)
-        }
-        layers.append(layer_of(own))
-    return DecoderWeights(
-        config=config,
-        embed=embed,
-        layers=tuple(layers),
-        norm=norm,
-        head=head,
-        rotation=rotation,
-        head_hash=head_hash,
-    )
+    assert isinstance(head, Tensor)
+    layers = tuple(layer_of(built, f"layers.{index}.") for index in range(config.num_layers))
+    return DecoderWeights(config, embed, layers, norm, head, rotation, head_hash)
 
 
 def hash_head(head: Tensor) -> str:

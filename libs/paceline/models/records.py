@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.errors import WeightsError
 from paceline.models.config import ModelConfig
 from paceline.models.profiles import Profile
 from paceline.models.quantised import QuantisedMatrix, quantised
@@ -57,7 +58,7 @@ class ServedTensor:
         device: torch.device,
         profile: Profile | None,
     ) -> Tensor | QuantisedMatrix:
-        """Its numbers in new memory. Raises as `quantised`."""
+        """Its numbers in new memory. Raises as `quantised`, with the first part's name."""
         sizes = [part.rows for part in self.parts]
         # A drafter's layer may read wider inputs than its config states.
         first = tensors[self.parts[0].name].shape
@@ -65,12 +66,17 @@ class ServedTensor:
         whole = torch.empty((sum(sizes), *width), dtype=dtype, device=device)
         for part, rows in zip(self.parts, whole.split(sizes), strict=True):
             rows.copy_(part.turned(tensors[part.name].detach()))
-        return quantised(whole, profile) if self.rounded and profile is not None else whole
+        if not self.rounded or profile is None:
+            return whole
+        try:
+            return quantised(whole, profile)
+        except WeightsError as error:
+            raise error.within(self.parts[0].name) from error
 
 
 def layer_records(config: ModelConfig, prefix: str, place: str = "") -> Iterator[ServedTensor]:
-    """Records of one decoder layer without its input_layernorm. `prefix` (of names in the
-    checkpoint) and `place` end with a dot, unless empty.
+    """Records of one decoder layer. `prefix` (of names in the checkpoint) and `place` end with a
+    dot, unless empty.
     """
     hidden, dim, inner = config.hidden_size, config.head_dim, config.intermediate_size
     heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": 0}
@@ -87,6 +93,7 @@ def layer_records(config: ModelConfig, prefix: str, place: str = "") -> Iterator
             attention(f"{one}_proj.{kind}", widths[one], *width, turned=heads[one]) for one in "qkv"
         )
 
+    yield _norm(f"{place}input_norm", f"{prefix}input_layernorm", hidden)
     yield ServedTensor(f"{place}qkv", fused("weight", hidden), rounded=True)
     if config.qkv_bias:
         yield ServedTensor(f"{place}qkv_bias", fused("bias"))
@@ -105,19 +112,12 @@ def layer_records(config: ModelConfig, prefix: str, place: str = "") -> Iterator
     yield ServedTensor(f"{place}down", (mlp("down", hidden, inner),), rounded=True)
 
 
-def input_norm_record(config: ModelConfig, prefix: str, place: str = "") -> ServedTensor:
-    """The norm of a layer's input, if there is one."""
-    return _norm(f"{place}input_norm", f"{prefix}input_layernorm", config.hidden_size)
-
-
 def model_records(config: ModelConfig) -> Iterator[ServedTensor]:
     """All served tensors of a checkpoint; tied heads have only the embedding."""
     table = (config.vocab_size, config.hidden_size)
     yield ServedTensor("embed", (LoadedTensor("model.embed_tokens.weight", table),))
     for index in range(config.num_layers):
-        prefix, place = f"model.layers.{index}.", f"layers.{index}."
-        yield input_norm_record(config, prefix, place)
-        yield from layer_records(config, prefix, place)
+        yield from layer_records(config, f"model.layers.{index}.", f"layers.{index}.")
     yield _norm("norm", "model.norm", config.hidden_size)
     if not config.tie_word_embeddings:
         yield ServedTensor("head", (LoadedTensor("lm_head.weight", table),))

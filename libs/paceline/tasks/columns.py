@@ -62,11 +62,11 @@ def task_of(
     system = _text(place, record, SYSTEM) if SYSTEM in record else columns.system_prompt
     if isinstance(messages, str):
         prompt = messages
-        asked = [_said("user", prompt)] if system else []
+        asked = [{"role": "user", "content": prompt}] if system else []
     else:
         prompt, asked = messages[-1]["content"], messages
     if system and asked[0]["role"] != SYSTEM:
-        asked = [_said(SYSTEM, system), *asked]
+        asked = [{"role": SYSTEM, "content": system}, *asked]
     task_id = _id(place, record) if "task_id" in record else f"row-{number}"
     if not task_id or not prompt:
         raise TaskFileError(
@@ -174,11 +174,7 @@ def _message(place: str, name: str, one: Any) -> dict[str, str]:
             seen=repr(one)[:80],
             allowed=f"role ({', '.join(ROLES)}) and content, which is text",
         )
-    return _said(str(role), content)
-
-
-def _said(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
+    return {"role": str(role), "content": content}
 
 
 def _id(place: str, record: Mapping[str, object]) -> str:

@@ -29,9 +29,7 @@ from paceline.models.profiles import PROFILES, ROUNDED, Profile
 from paceline.models.quantised import (
     EXACT_COLUMNS,
     FUSED_ROWS,
-    Fp8Matrix,
-    Int8Matrix,
-    RoundedMatrix,
+    QuantisedMatrix,
     quantised,
 )
 
@@ -45,14 +43,15 @@ def torchao() -> None:
     pytest.importorskip("torchao", reason="INT8 weights are rounded by torchao: the extra `int8`")
 
 
-def stored(seed: int, rows: int, width: int, dtype: torch.dtype) -> Int8Matrix:
+def stored(seed: int, rows: int, width: int, dtype: torch.dtype) -> QuantisedMatrix:
     """A random matrix of eight-bit numbers, made without torchao."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(-128, 128, (rows, width), generator=generator, dtype=torch.int8)
-    return Int8Matrix(values, (torch.rand(rows, generator=generator) * 0.01 + 1e-4).to(dtype))
+    scales = torch.rand(rows, generator=generator) * 0.01 + 1e-4
+    return QuantisedMatrix(values, scales.to(dtype), INT8)
 
 
-def served(matrix: Int8Matrix) -> np.ndarray:
+def served(matrix: QuantisedMatrix) -> np.ndarray:
     """The matrix that is multiplied with, float64."""
     return np.asarray(matrix.values.double() * matrix.scales.double()[:, None])
 
@@ -211,7 +210,7 @@ def test_embedding_norms_and_head_stay_as_they_are(tmp_path: Path) -> None:
         assert torch.equal(getattr(eight, name), getattr(plain, name))
     assert eight.head_hash == plain.head_hash
     for layer, whole in zip(eight.layers, plain.layers, strict=True):
-        assert all(isinstance(getattr(layer, name), Int8Matrix) for name in MATRICES)
+        assert all(isinstance(getattr(layer, name), QuantisedMatrix) for name in MATRICES)
         assert layer.input_norm is not None
         assert whole.input_norm is not None
         assert torch.equal(layer.input_norm, whole.input_norm)
@@ -263,7 +262,7 @@ def test_scales_of_e4m3_are_torchaos(profile: Profile) -> None:
 def test_every_number_of_e4m3_is_multiplied_as_it_is() -> None:
     bits = torch.arange(256, dtype=torch.uint8)
     values = bits[(bits & 127) != 127].view(torch.float8_e4m3fn)[:, None]  # but NaN
-    matrix = Fp8Matrix(values, torch.ones(1))
+    matrix = QuantisedMatrix(values, torch.ones(1), PROFILES["fp8_tensor"])
     assert torch.equal(matrix.product(torch.ones(1, 1))[0], values[:, 0].float())
 
 
@@ -275,7 +274,7 @@ def test_rounded_activations_are_multiplied_as_whole_numbers(
 ) -> None:
     """Compare with int64: sums of up to 2500 products of eight bits do not fit into float32."""
     kept = stored(5, 70, width, dtype)
-    matrix = RoundedMatrix(kept.values, kept.scales)
+    matrix = replace(kept, profile=PROFILES["int8_w8a8"])
     x = (3 * torch.randn(rows, width, generator=torch.Generator().manual_seed(6))).to(dtype)
     exact = x.double().numpy()
     step = np.float32(np.abs(exact).max(axis=1, keepdims=True)) / np.float32(127)
@@ -291,7 +290,7 @@ def test_rounded_activations_are_multiplied_as_whole_numbers(
 def test_rows_of_rounded_activations_do_not_depend_on_their_neighbours() -> None:
     for dtype in DTYPES:
         kept = stored(3, 70, 96, dtype)
-        matrix = RoundedMatrix(kept.values, kept.scales)
+        matrix = replace(kept, profile=PROFILES["int8_w8a8"])
         x = torch.randn(40, 96, generator=torch.Generator().manual_seed(4)).to(dtype)
         whole = matrix.product(x)
         for start in range(0, 40, 7):
@@ -301,7 +300,7 @@ def test_rows_of_rounded_activations_do_not_depend_on_their_neighbours() -> None
 def test_activations_of_zeros_stay_zero() -> None:
     kept = stored(5, 70, 96, torch.float32)
     assert torch.equal(
-        RoundedMatrix(kept.values, kept.scales).product(torch.zeros(2, 96)), torch.zeros(2, 70)
+        replace(kept, profile=PROFILES["int8_w8a8"]).product(torch.zeros(2, 96)), torch.zeros(2, 70)
     )
 
 

@@ -115,9 +115,12 @@ class Penalties:
                 base, token_ids[index], None if parents is None else parents[index]
             )
             holds = torch.stack([one.prompt_holds for one in counted_rows])
-            adjusted[index] = sampling.penalised(
-                logits[index], holds, counts, _params(counting.values(), logits.device)
-            )
+            asked = [one.request.sampling for one in counting.values()]
+            strengths = [
+                (one.repetition_penalty, one.frequency_penalty, one.presence_penalty)
+                for one in asked
+            ]
+            adjusted[index] = sampling.penalised(logits[index], holds, counts, strengths)
 
         confined = any(one.request.sampling.confined for one in asking.values())
         depths = sampling.node_depths(token_ids, parents) if confined else token_ids
@@ -152,16 +155,6 @@ def _count_(counts: Tensor, tokens: Sequence[int]) -> None:
     if tokens:
         ids = torch.tensor(tokens, dtype=torch.int64, device=counts.device)
         counts.index_put_((ids,), torch.ones_like(ids, dtype=counts.dtype), accumulate=True)
-
-
-def _params(sequences: Iterable[RunningSequence], device: torch.device) -> sampling.PenaltyParams:
-    asked = [sequence.request.sampling for sequence in sequences]
-    return sampling.PenaltyParams.of(
-        [one.repetition_penalty for one in asked],
-        [one.frequency_penalty for one in asked],
-        [one.presence_penalty for one in asked],
-        device,
-    )
 
 
 def _add_bias_(logits: Tensor, bias: Sequence[tuple[int, float]]) -> None:

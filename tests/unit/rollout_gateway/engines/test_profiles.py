@@ -19,6 +19,7 @@ from paceline.models import in_place
 from paceline.models.decoder import DecoderWeights
 from paceline.models.in_place import storages
 from paceline.models.profiles import ROUNDED
+from paceline.models.records import ServedTensor, model_records
 from paceline.services.rollout_gateway.engines.embedded.drafters import Drafters
 from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
@@ -215,8 +216,8 @@ def test_a_version_that_cannot_be_staged_at_any_tensor_leaves_the_old_set_servin
 ) -> None:
     engine = build(versions[0], profile)
     before = said(engine)
-    built = in_place.loading.built_of
-    records = engine._weights._model.records
+    built = ServedTensor.built
+    records = list(model_records(engine._weights.policy.config))
     for count in range(len(records)):
         seen = iter(range(len(records)))
 
@@ -226,7 +227,7 @@ def test_a_version_that_cannot_be_staged_at_any_tensor_leaves_the_old_set_servin
             return built(*given)  # type: ignore[arg-type]
 
         with monkeypatch.context() as patch:
-            patch.setattr(in_place.loading, "built_of", some)
+            patch.setattr(ServedTensor, "built", some)
             with pytest.raises(Interrupted):
                 prepare(engine, 1, versions[1])
         with pytest.raises(WeightsError, match="not prepared"):
