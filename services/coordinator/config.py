@@ -10,8 +10,7 @@ from paceline.errors import ConfigError, InvalidInput
 from paceline.models.profiles import check_profile
 from paceline.services.coordinator.machine import settings
 from paceline.services.coordinator.trackers import TrackerName, check_trackers
-from paceline.tasks import MAX_SAMPLES
-from paceline.tasks.columns import Columns
+from paceline.tasks import MAX_SAMPLES, Columns
 from paceline.trajectory import TEMPERATURE
 
 EXTERNAL = "external"

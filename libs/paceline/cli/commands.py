@@ -180,7 +180,7 @@ def evaluate_model(
     Settings of the gateway: paceline eval DIR FILE gateway.engine.workers=2
     """
     from paceline.cli.evaluate import evaluate, open_prompts
-    from paceline.tasks.columns import Columns
+    from paceline.tasks import Columns
     from paceline.trajectory import TEMPERATURE
     from paceline.v1 import rollout_pb2, trajectory_pb2
 

@@ -20,8 +20,7 @@ from paceline.local.tokens import use_run_tokens
 from paceline.messages import task_specs
 from paceline.report.solved import accuracy, pass_figures, truncated_share
 from paceline.rpc import MOST_TASK_BYTES, channel, leased, rpc_errors
-from paceline.tasks import Task
-from paceline.tasks.columns import Columns
+from paceline.tasks import Columns, Task
 from paceline.tasks.file import open_tasks
 from paceline.v1.rollout_pb2 import RunTasksRequest, SampleFinished
 from paceline.v1.rollout_pb2_grpc import RolloutServiceStub

@@ -65,9 +65,7 @@ def _drawable(temperature: float) -> float:
 
 
 Temperature = Annotated[
-    float,
-    Field(ge=0, le=TEMPERATURE.high, allow_inf_nan=False),
-    AfterValidator(_drawable),
+    float, Field(ge=0, le=TEMPERATURE.high, allow_inf_nan=False), AfterValidator(_drawable)
 ]
 """A softmax temperature within TEMPERATURE."""
 

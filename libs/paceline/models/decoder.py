@@ -4,7 +4,7 @@ loading or scheduling.
 One function serves prefill and verification: a block of Q tokens for each of B cache slots, every
 row at its own positions. Only some tokens of a block may be computed, and a row's tokens may form a
 tree (`Layout`). Query, key and value projections are one matrix, gate and up another. Query and key
-heads are stored with interleaved halves (models/records.py), which changes no product of a query
+heads are stored with interleaved halves (models/loading.py), which changes no product of a query
 with a key.
 """
 

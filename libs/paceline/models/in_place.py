@@ -1,7 +1,7 @@
 """Serves later versions of a model in the storages of the first (FlashRL; Liu et al. 2025). Every
 holder of a tensor, such as a view or a captured CUDA graph, then computes with the new numbers.
 
-A version is read, assembled and rounded tensor by tensor (records.py) into an unnamed file:
+A version is read, assembled and rounded tensor by tensor (loading.py) into an unnamed file:
 `staged`. Serving it is then one copy per tensor (`serve_staged`). This needs memory for the largest
 tensor as loaded; staged data is in the page cache and on the disk.
 
@@ -30,7 +30,6 @@ from paceline.models.config import ModelConfig
 from paceline.models.decoder import DecoderWeights, Matrix
 from paceline.models.profiles import Profile, chosen_profile
 from paceline.models.quantised import QuantisedMatrix
-from paceline.models.records import model_records
 
 ALIGNED = 64
 """Alignment in bytes of each tensor in the file."""
@@ -88,7 +87,7 @@ class ServedModel:
 
     def _storages(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Storages of a checked model's tensors by name, built as they are requested."""
-        for record in model_records(self.config):
+        for record in loading.model_records(self.config):
             matrix = record.built(tensors, self.dtype, self.device, self.profile)
             yield from storages_of({record.place: matrix})
 

@@ -21,8 +21,7 @@ from paceline.errors import InvalidInput
 from paceline.models import decoder, loading, products
 from paceline.models.config import ARCHITECTURES as TARGETS
 from paceline.models.config import ModelConfig, architecture, parse_config
-from paceline.speculators import kinds, layer_drafter, layer_net, losses, packed
-from paceline.speculators.net import Objective
+from paceline.speculators import kinds, layer_drafter, layer_net, net, packed
 
 KIND = kinds.SPECULATORS["eagle"]
 ARCHITECTURES = dict(zip(TARGETS.values(), KIND.architectures, strict=True))
@@ -110,10 +109,10 @@ class EagleNet(layer_net.ChainNet):
         described = layer_net.layer_config_json(self.config, ARCHITECTURES[self.config.family])
         return described | {"fc_bias": self.options.fc_bias}
 
-    def forward(self, row: packed.PackedRow) -> Objective:
-        """See DraftNet.forward and losses.eagle_loss."""
+    def forward(self, row: packed.PackedRow) -> net.Objective:
+        """See DraftNet.forward and net.eagle_loss."""
         features, _, _ = next(self.unroll(row, 1))
-        return losses.eagle_loss(
+        return net.eagle_loss(
             features,
             row.next_states,
             self.head,
@@ -139,10 +138,6 @@ class EagleNet(layer_net.ChainNet):
         x = self.fc(torch.cat((embedded, features), dim=-1))
         seen = None if mask is None else mask[:, None]
         return self.layers[0](x, *layer_net.rotary_angles(self.config, positions), seen, chain)
-
-    def logits(self, features: Tensor) -> Tensor:
-        """lm_head of features [..., H] -> [..., V]."""
-        return products.linear(features, self.head.to(features.dtype))
 
 
 class EagleDrafter(layer_drafter.LayerDrafter[EagleNet]):

@@ -22,9 +22,7 @@ from paceline.config import Config
 from paceline.errors import InvalidInput, WeightsError
 from paceline.models import decoder, loading, products
 from paceline.models.config import ModelConfig, parse_config
-from paceline.speculators import kinds, layer_drafter, layer_net, packed
-from paceline.speculators.losses import draft_losses, teacher_of
-from paceline.speculators.net import Objective
+from paceline.speculators import kinds, layer_drafter, layer_net, net, packed
 
 KIND = kinds.SPECULATORS["eagle3"]
 (ARCHITECTURE,) = KIND.architectures
@@ -284,7 +282,7 @@ class Eagle3Net(layer_net.ChainNet):
 
     # ---- learning
 
-    def forward(self, row: packed.PackedRow) -> Objective:
+    def forward(self, row: packed.PackedRow) -> net.Objective:
         """See DraftNet.forward: the training-time test, sum over steps i of ttt_decay^i loss_i.
 
         Step i at position t is for the draft of token t + 2 + i. It counts if that token is a
@@ -292,20 +290,20 @@ class Eagle3Net(layer_net.ChainNet):
         drafting targets. `correct` and `alpha` are of the first draft, with tokens outside the
         draft vocabulary as misses.
         """
-        log_p, drafted = teacher_of(row.next_states, self.head, self.t2d)
+        log_p, drafted = net.teacher_of(row.next_states, self.head, self.t2d)
         taught = row.valid & drafted
         loss, terms = row.next_states.new_zeros(()), {}
         for step, (features, there, inside) in enumerate(self.unroll(row, self.options.ttt_steps)):
             counted = inside & taught[there]
             logits, wanted = self.logits(features[counted]), log_p[there[counted]]
-            losses, alpha = draft_losses(logits, wanted)
+            losses, alpha = net.draft_losses(logits, wanted)
             loss = loss + self.options.ttt_decay**step * losses.sum()
             terms[f"loss_{step}"] = losses.detach().sum()
             if step == 0:
                 terms["correct"] = (logits.argmax(-1) == wanted.argmax(-1)).sum()
                 terms["alpha"] = alpha.sum()
 
-        return Objective(loss, row.valid.sum(), terms)
+        return net.Objective(loss, row.valid.sum(), terms)
 
     def draft_logits(self, step: int, states: Tensor) -> Tensor:
         """See DraftNet.draft_logits."""

@@ -192,7 +192,7 @@ _KINDS = (
     ),
     SpeculatorKind(
         "dflash",
-        "paceline.speculators.dflash_drafter:DflashDrafter",
+        "paceline.speculators.dflash:DflashDrafter",
         "paceline.speculators.dflash:DflashNet",
         ("DFlashDraftModel",),
         shapes=("3_1_4", "5_1_6", "7_1_8"),

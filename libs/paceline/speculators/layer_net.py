@@ -41,9 +41,9 @@ class LayerNet(DraftNet):
         """The states that it drafts from."""
         return base.CaptureSpec(self.inner, last=not self.inner)
 
-    @abstractmethod
     def logits(self, states: Tensor) -> Tensor:
-        """Logits of its outputs [..., H]."""
+        """Logits [..., V] of its outputs [..., H]: those of the target's lm_head."""
+        return products.linear(states, self.head.to(states.dtype))
 
     def draft_logits(self, step: int, states: Tensor) -> Tensor:
         """See DraftNet.draft_logits."""

@@ -19,8 +19,7 @@ from typing import Any, overload
 import numpy as np
 
 from paceline.errors import LONE_SURROGATE, ConfigError, InvalidInput
-from paceline.tasks import Task, TaskFileError
-from paceline.tasks.columns import MESSAGES, USUAL, Columns, task_of
+from paceline.tasks import MESSAGES, USUAL, Columns, Task, TaskFileError, task_of
 from paceline.whole_files import writing
 
 Keep = Callable[[Task], bool]

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.tasks import Task, TaskFileError
-from paceline.tasks.columns import Columns, task_of
+from paceline.tasks import Columns, Task, TaskFileError, task_of
 
 SYSTEM = {"role": "system", "content": "Be short."}
 USER = {"role": "user", "content": "6*7?"}

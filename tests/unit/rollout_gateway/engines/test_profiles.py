@@ -18,8 +18,8 @@ from paceline.errors import InvalidInput, WeightsError
 from paceline.models import in_place
 from paceline.models.decoder import DecoderWeights
 from paceline.models.in_place import storages
+from paceline.models.loading import ServedTensor, model_records
 from paceline.models.profiles import ROUNDED
-from paceline.models.records import ServedTensor, model_records
 from paceline.services.rollout_gateway.engines.embedded.drafters import Drafters
 from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec

@@ -22,8 +22,7 @@ from paceline.models import decoder
 from paceline.models.decoder import DecoderWeights
 from paceline.models.loading import load_model
 from paceline.speculators.base import DraftBatch, DraftShape, SpeculatorSetup
-from paceline.speculators.dflash import DflashNet, DflashOptions
-from paceline.speculators.dflash_drafter import DflashDrafter
+from paceline.speculators.dflash import DflashDrafter, DflashNet, DflashOptions
 from paceline.speculators.kinds import find_kind
 from paceline.speculators.net import build_drafter
 
