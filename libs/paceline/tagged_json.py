@@ -38,7 +38,10 @@ class TaggedJson(Generic[T]):
 
     def encode(self, value: T) -> bytes:
         """The value as one line of JSON."""
-        return json.dumps(self.to_object(value), separators=(",", ":")).encode()
+        name = type(value).__name__
+        if self._classes.get(name) is not type(value):
+            raise TypeError(f"{name} is not one of {', '.join(self._classes)}")
+        return json.dumps({TAG: name, **to_object(value)}, separators=(",", ":")).encode()
 
     def decode(self, data: bytes | str) -> T:
         """Reverses `encode`. Raises DataLoss if `data` is no such value."""
@@ -46,17 +49,6 @@ class TaggedJson(Generic[T]):
             found = json.loads(data)
         except (ValueError, RecursionError) as error:
             raise DataLoss(f"a message is not JSON: {error}", seen=data[:200]) from error
-        return self.from_object(found)
-
-    def to_object(self, value: T) -> dict[str, Any]:
-        """The value as plain JSON values, with its tag."""
-        name = type(value).__name__
-        if self._classes.get(name) is not type(value):
-            raise TypeError(f"{name} is not one of {', '.join(self._classes)}")
-        return {TAG: name, **to_object(value)}
-
-    def from_object(self, found: Any) -> T:
-        """Reverses `to_object`. Raises DataLoss if `found` is no such value."""
         if not isinstance(found, Mapping) or TAG not in found:
             raise DataLoss(f"a message has no {TAG}", seen=str(found)[:200])
         cls = self._classes.get(found[TAG]) if isinstance(found[TAG], str) else None

@@ -34,27 +34,9 @@ def print_config(config: Config, section: str) -> str:
     sections = [name for name in settings.SHARED_SECTIONS if name in type(config).model_fields]
     lines: list[str] = []
     for name in sections:
-        lines += _table(name, getattr(config, name))
-    lines += _table(section, config, skip=sections)
+        lines += _lines(getattr(config, name), name)
+    lines += _lines(config, section, skip=sections)
     return "\n".join(lines).lstrip("\n") + "\n"
-
-
-def _table(path: str, node: Config, skip: list[str] | None = None) -> Iterator[str]:
-    """Lines of one table: plain values first, then the nested tables, as TOML requires."""
-    fields = [name for name in type(node).model_fields if name not in (skip or ())]
-    values = [name for name in fields if not isinstance(getattr(node, name), Config)]
-    if values:
-        yield ""
-        yield f"[{path}]"
-    for name in values:
-        description = type(node).model_fields[name].description
-        if description:
-            yield f"# {' '.join(description.split())}"
-        value = getattr(node, name)
-        yield f"# {name} has no value" if value is None else f"{name} = {toml_value(value)}"
-    for name in fields:
-        if name not in values:
-            yield from _table(f"{path}.{name}", getattr(node, name))
 
 
 def toml_value(value: Any, *, masked: bool = True) -> str:
@@ -140,16 +122,31 @@ def value_of(raw: str) -> Any:
         return raw
 
 
-def _lines(tree: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    values = {key: value for key, value in tree.items() if not isinstance(value, Mapping)}
-    if path and (values or not tree):
+def _lines(
+    tree: Mapping[str, Any] | Config, path: str = "", skip: Sequence[str] = ()
+) -> Iterator[str]:
+    """Lines of a table: plain values first, then the nested tables, as TOML requires. Settings are
+    described, and their secrets masked.
+    """
+    described = type(tree).model_fields if isinstance(tree, Config) else {}
+    held = {name: getattr(tree, name) for name in described if name not in skip}
+    below: type[Any] = Config
+    if not isinstance(tree, Config):
+        held, below = dict(tree), Mapping
+    tables = {name: value for name, value in held.items() if isinstance(value, below)}
+    if path and (len(tables) < len(held) or not held):
         yield f"\n[{path}]"
-    for key, value in values.items():
-        yield f"{toml_key(key)} = {toml_value(value, masked=False)}"
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            below = toml_key(key)
-            yield from _lines(value, f"{path}.{below}" if path else below)
+    for name, value in held.items():
+        if name in tables:
+            continue
+        if name in described and (description := described[name].description):
+            yield f"# {' '.join(description.split())}"
+        if value is None:
+            yield f"# {name} has no value"
+        else:
+            yield f"{toml_key(name)} = {toml_value(value, masked=name in described)}"
+    for name, value in tables.items():
+        yield from _lines(value, f"{path}.{toml_key(name)}" if path else toml_key(name))
 
 
 C = TypeVar("C", bound=Config)

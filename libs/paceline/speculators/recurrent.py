@@ -70,7 +70,7 @@ class RecurrentOptions(Config):
     """Settings of a recurrent drafter."""
 
     n_predict: int = Field(default=5, ge=1)
-    """base.Drafts at most, one head for each."""
+    """Drafts at most, one head for each."""
     inner_dim: int = Field(default=0, ge=0)
     """Width D of state and embeddings; 0: the target's hidden size."""
     tie_weights: bool = False
