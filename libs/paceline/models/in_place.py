@@ -30,6 +30,7 @@ from paceline.models.config import ModelConfig
 from paceline.models.decoder import DecoderWeights, Matrix
 from paceline.models.profiles import Profile, chosen_profile
 from paceline.models.quantised import QuantisedMatrix
+from paceline.models.rope import rotation_table
 
 ALIGNED = 64
 """Alignment in bytes of each tensor in the file."""
@@ -54,7 +55,7 @@ class ServedModel:
     config: ModelConfig
     dtype: torch.dtype
     positions: int
-    """Rows of the rotation table."""
+    """Rows of the rotation table, at least the cache capacity."""
     profile: Profile | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     start: Path | None = None
@@ -76,14 +77,22 @@ class ServedModel:
 
         Raises InvalidInput, DataLoss, WeightsError or ConfigError.
         """
-        return loading.build_weights(
-            self.config,
-            read_version(path, self.start),
-            dtype=self.dtype,
-            positions=self.positions,
-            device=self.device,
-            profile=self.profile,
-        )
+        return self.build(read_version(path, self.start))
+
+    def build(self, tensors: Mapping[str, Tensor]) -> DecoderWeights:
+        """Builds a model in new memory, beside the serving weights. The largest tensor is
+        temporarily in memory twice. Embedding, norms and head are never rounded.
+
+        Raises WeightsError (see check_tensors) or as `quantised`.
+        """
+        named = loading.checked_model(self.config, tensors)
+        built = {
+            record.place: record.built(named, self.dtype, self.device, self.profile)
+            for record in loading.model_records(self.config)
+        }
+        rotation = rotation_table(self.config.rope, self.config.head_dim, self.positions)
+        head_hash = loading.hash_head(loading.stored_head(named))
+        return loading.assembled(self.config, built, rotation.to(self.device), head_hash)
 
     def _storages(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Storages of a checked model's tensors by name, built as they are requested."""

@@ -19,11 +19,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.errors import DataLoss, InvalidInput, WeightsError
-from paceline.models.config import ModelConfig, read_config
+from paceline.models.config import ModelConfig
 from paceline.models.decoder import DecoderWeights, LayerWeights, Matrix
 from paceline.models.profiles import Profile
 from paceline.models.quantised import quantised
-from paceline.models.rope import interleave, rotation_table
+from paceline.models.rope import interleave
 from paceline.tensors import head_hash
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -292,29 +292,6 @@ def layer_of(built: Mapping[str, Matrix], place: str = "") -> LayerWeights:
     return LayerWeights(**{name: built.get(f"{place}{name}") for name in names})  # type: ignore[arg-type]
 
 
-def build_weights(
-    config: ModelConfig,
-    tensors: Mapping[str, Tensor],
-    *,
-    dtype: torch.dtype,
-    positions: int,
-    device: torch.device | None = None,
-    profile: Profile | None = None,
-) -> DecoderWeights:
-    """Builds DecoderWeights in new memory, beside the serving weights. The largest tensor is
-    temporarily in memory twice.
-
-    `positions`: rows of the rotation table, at least the cache capacity. `profile`: number format
-    of the layers' matrices (models/profiles.py). Embedding, norms and head are never rounded.
-    Raises WeightsError (see check_tensors) or as `quantised`.
-    """
-    device = device or torch.device("cpu")
-    named = checked_model(config, tensors)
-    built = {one.place: one.built(named, dtype, device, profile) for one in model_records(config)}
-    rotation = rotation_table(config.rope, config.head_dim, positions).to(device)
-    return assembled(config, built, rotation, hash_head(stored_head(named)))
-
-
 def checked_model(config: ModelConfig, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """The tensors of a model. Raises WeightsError, see check_tensors."""
     if config.tie_word_embeddings and "lm_head.weight" in tensors:
@@ -344,19 +321,3 @@ def assembled(
 def hash_head(head: Tensor) -> str:
     """Hash of a head's bytes in its present dtype."""
     return head_hash(head.detach().cpu().contiguous().view(torch.uint8).numpy().reshape(-1).data)
-
-
-def load_model(
-    directory: Path, *, dtype: torch.dtype, positions: int | None = None
-) -> DecoderWeights:
-    """A checkpoint directory as DecoderWeights.
-
-    Raises InvalidInput, DataLoss or WeightsError.
-    """
-    config = read_config(directory)
-    return build_weights(
-        config,
-        read_tensors(directory),
-        dtype=dtype,
-        positions=positions or config.max_position_embeddings,
-    )

@@ -36,36 +36,6 @@ _VARIANTS = (
 """Switches of networks with other tensors or another recurrence; the published one has none."""
 
 
-def parse_eagle3(
-    raw: Mapping[str, Any], target: ModelConfig
-) -> tuple[ModelConfig, tuple[int, ...], int]:
-    """The layer's shape, the inner states and the draft vocabulary's size of a config.json. Raises
-    InvalidInput with the key that does not match the target or requests an unsupported variant.
-    """
-    own = layer_net.open_config(raw, KIND, "eagle_config", _VARIANTS)
-    layer_net.check_one_layer(raw, target)
-    if own.get("use_aux_hidden_state") is False:
-        raise InvalidInput("use_aux_hidden_state is not supported", seen=False, allowed=True)
-    if raw.get("target_hidden_size", target.hidden_size) != target.hidden_size:
-        raise InvalidInput(
-            "target_hidden_size differs", seen=raw["target_hidden_size"], allowed=target.hidden_size
-        )
-
-    size = raw.get("draft_vocab_size")
-    if type(size) is not int or not 0 < size <= target.vocab_size:
-        allowed = f"1 to {target.vocab_size}: the rows of its own lm_head"
-        raise InvalidInput(
-            "draft_vocab_size", seen="(none)" if size is None else size, allowed=allowed
-        )
-
-    config = parse_config({**raw, "architectures": ["LlamaForCausalLM"]})
-    return (
-        replace(config, max_position_embeddings=target.max_position_embeddings),
-        layer_net.inner_of(raw, KIND, target, "eagle_aux_hidden_state_layer_ids"),
-        size,
-    )
-
-
 def frequent_tokens(counts: Tensor, size: int) -> Tensor:
     """The most frequent tokens: int64 [size] token ids, ascending. Among equal counts the lower id
     is chosen.
@@ -218,10 +188,34 @@ class Eagle3Net(layer_net.ChainNet):
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], target: ModelConfig, options: Eagle3Options) -> Self:
-        """See DraftNet.parse; shape, inner states and vocabulary are the checkpoint's."""
-        config, inner, size = parse_eagle3(raw, target)
-        own = {"norm_before_residual": bool(raw.get("norm_before_residual", False))}
-        return cls(config, inner, options.model_copy(update=own), draft_vocab_size=size)
+        """See DraftNet.parse; shape, inner states and vocabulary are the checkpoint's.
+
+        Raises InvalidInput with the key that does not match the target or requests an unsupported
+        variant.
+        """
+        own = layer_net.open_config(raw, KIND, "eagle_config", _VARIANTS)
+        layer_net.check_one_layer(raw, target)
+        if own.get("use_aux_hidden_state") is False:
+            raise InvalidInput("use_aux_hidden_state is not supported", seen=False, allowed=True)
+        if raw.get("target_hidden_size", target.hidden_size) != target.hidden_size:
+            raise InvalidInput(
+                "target_hidden_size differs",
+                seen=raw["target_hidden_size"],
+                allowed=target.hidden_size,
+            )
+
+        size = raw.get("draft_vocab_size")
+        if type(size) is not int or not 0 < size <= target.vocab_size:
+            allowed = f"1 to {target.vocab_size}: the rows of its own lm_head"
+            raise InvalidInput(
+                "draft_vocab_size", seen="(none)" if size is None else size, allowed=allowed
+            )
+
+        config = parse_config({**raw, "architectures": ["LlamaForCausalLM"]})
+        config = replace(config, max_position_embeddings=target.max_position_embeddings)
+        inner = layer_net.inner_of(raw, KIND, target, "eagle_aux_hidden_state_layer_ids")
+        before = {"norm_before_residual": bool(raw.get("norm_before_residual", False))}
+        return cls(config, inner, options.model_copy(update=before), draft_vocab_size=size)
 
     @property
     def token_ids(self) -> Tensor:

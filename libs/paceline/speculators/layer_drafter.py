@@ -67,19 +67,12 @@ class CachedDrafter(net_drafter.NetDrafter[Net]):
 
     # ---- weights
 
-    def _columns_of(self, net: Net) -> slice | list[int]:
-        """Columns of the kept states that the drafter reads.
-
-        Raises DataLoss with the missing states.
-        """
-        return net.reads.columns(self._layers, self._target.config.hidden_size)
-
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return functional.rms_norm(x, weight.shape, weight, self._config.rms_norm_eps)
 
     def _serve(self, net: Net) -> None:
         net.bind(self._target.embed, self._target.head)
-        self._columns = self._columns_of(net)
+        self._columns = net.reads.columns(self._layers, self._config.hidden_size)
         self._fuse(net)
         self._net = net
 
@@ -88,7 +81,7 @@ class CachedDrafter(net_drafter.NetDrafter[Net]):
         rewritten. Raises WeightsError if the attention differs from the serving network's.
         """
         net = super().load_state(directory)
-        self._columns_of(net)
+        net.reads.columns(self._layers, self._config.hidden_size)  # raises for missing states
         seen, serving = net.attention(), self._net.attention()
         if seen != serving:
             message = f"drafter {directory}: its attention is not the serving one's"

@@ -199,7 +199,7 @@ def _chat(place: str, record: Mapping[str, object], name: str) -> _Found:
         answer = messages.pop()["content"] if "answer" not in record else answer
     if not messages or messages[-1]["role"] != "user":
         raise TaskFileError(
-            f"{place}: {name} asks for nothing",
+            f"{place}: {name} has no last message of the user",
             seen=[one["role"] for one in messages],
             allowed="a last message of the user, which one of the assistant may answer",
         )

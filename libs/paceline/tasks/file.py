@@ -34,14 +34,17 @@ _END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 
 class TaskFile(Sequence[Task]):
-    """The tasks of one file in its order."""
+    """The tasks of a .jsonl file, of .parquet files or of a dataset on disk, in order."""
 
-    def __init__(self, path: Path, keep: Keep | None = None, columns: Columns = USUAL) -> None:
+    def __init__(
+        self, path: str | Path, keep: Keep | None = None, columns: Columns = USUAL
+    ) -> None:
         """`keep`: whether to include a task. `columns`: columns of its parts.
 
         Raises TaskFileError for an invalid record, a repeated id and no record at all, the
         InvalidInput of `keep`, and ResourceExhausted without space for temporary files.
         """
+        path = Path(path)
         self._file = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the tasks
         self._ends = array("Q", [0])  # of each task in the file
         self._sizes = array("Q")
@@ -121,17 +124,9 @@ class TaskFile(Sequence[Task]):
             )
 
 
-def open_tasks(path: str | Path, keep: Keep | None = None, columns: Columns = USUAL) -> TaskFile:
-    """The tasks of a .jsonl file, of .parquet files or of a dataset on disk, filtered by `keep`.
-
-    Raises TaskFileError at the first invalid record.
-    """
-    return TaskFile(Path(path), keep, columns)
-
-
 def read_tasks(path: str | Path, columns: Columns = USUAL) -> list[Task]:
-    """Every task of a small file at once; see open_tasks."""
-    return list(open_tasks(path, columns=columns))
+    """Every task of a small file at once; see TaskFile."""
+    return list(TaskFile(path, columns=columns))
 
 
 def _content(task: Task) -> list[str]:
@@ -291,7 +286,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice[:80]!r} stands twice")
+        raise ValueError(f"the key {twice[:80]!r} is repeated")
     return found
 
 

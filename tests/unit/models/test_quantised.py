@@ -24,7 +24,8 @@ from paceline.models.decoder import (
     head_logits,
     make_block,
 )
-from paceline.models.loading import build_weights, read_tensors
+from paceline.models.in_place import ServedModel
+from paceline.models.loading import read_tensors
 from paceline.models.profiles import PROFILES, ROUNDED, Profile
 from paceline.models.quantised import (
     EXACT_COLUMNS,
@@ -170,7 +171,7 @@ def test_inner_states_are_what_the_layers_below_make_of_the_rounded_weights(
     """
     save_random(tmp_path, "qwen3")
     config, tensors = read_config(tmp_path), read_tensors(tmp_path)
-    eight = build_weights(config, tensors, dtype=torch.float32, positions=32, profile=INT8)
+    eight = ServedModel(config, torch.float32, 32, INT8).build(tensors)
     ids = torch.randint(3, 97, (3, 32), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         rows = hidden_states(eight, ids, (1, 2)).split(config.hidden_size, dim=-1)
@@ -191,8 +192,8 @@ def test_logits_stay_near_those_of_the_whole_weights(family: str, tmp_path: Path
     """One per cent of the logits' spread: weights move by 0.3 % of their row's largest at most."""
     save_random(tmp_path, family)
     config, tensors = read_config(tmp_path), read_tensors(tmp_path)
-    plain = build_weights(config, tensors, dtype=torch.float32, positions=32)
-    eight = build_weights(config, tensors, dtype=torch.float32, positions=32, profile=INT8)
+    plain = ServedModel(config, torch.float32, 32).build(tensors)
+    eight = ServedModel(config, torch.float32, 32, INT8).build(tensors)
     ids = torch.randint(3, 97, (3, 32), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         expected, seen = logits(plain, ids), logits(eight, ids)
@@ -204,8 +205,8 @@ def test_logits_stay_near_those_of_the_whole_weights(family: str, tmp_path: Path
 def test_embedding_norms_and_head_stay_as_they_are(tmp_path: Path) -> None:
     save_random(tmp_path, "qwen3")
     config, tensors = read_config(tmp_path), read_tensors(tmp_path)
-    plain = build_weights(config, tensors, dtype=torch.float32, positions=8)
-    eight = build_weights(config, tensors, dtype=torch.float32, positions=8, profile=INT8)
+    plain = ServedModel(config, torch.float32, 8).build(tensors)
+    eight = ServedModel(config, torch.float32, 8, INT8).build(tensors)
     for name in ("embed", "norm", "head"):
         assert torch.equal(getattr(eight, name), getattr(plain, name))
     assert eight.head_hash == plain.head_hash

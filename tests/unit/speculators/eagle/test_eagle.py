@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from random_models import FAMILIES, save_random
+from random_models import FAMILIES, load_model, save_random
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from paceline.errors import InvalidInput, WeightsError
 from paceline.models.decoder import DecoderWeights
-from paceline.models.loading import load_model
 from paceline.speculators.base import DraftBatch, DraftShape, SpeculatorSetup
 from paceline.speculators.eagle import EagleDrafter, EagleNet, EagleOptions
 from paceline.speculators.packed import PackedRow
