@@ -91,7 +91,7 @@ class ServedModel:
             for record in loading.model_records(self.config)
         }
         rotation = rotation_table(self.config.rope, self.config.head_dim, self.positions)
-        head_hash = loading.hash_head(loading.stored_head(named))
+        head_hash = loading.hash_head(named)
         return loading.assembled(self.config, built, rotation.to(self.device), head_hash)
 
     def _storages(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -109,9 +109,7 @@ class ServedModel:
         named = loading.checked_model(self.config, read_version(path, self.start))
         with _unnamed_file(path) as file:
             tensors = _written(file, self._storages(named))
-        return StagedWeights(
-            self.profile, tensors, loading.hash_head(loading.stored_head(named)), path
-        )
+        return StagedWeights(self.profile, tensors, loading.hash_head(named), path)
 
     def restore(self, weights: DecoderWeights, path: Path) -> None:
         """Reads the serving version into its storages again. Raises as `load`."""

@@ -301,11 +301,6 @@ def checked_model(config: ModelConfig, tensors: Mapping[str, Tensor]) -> Mapping
     return tensors
 
 
-def stored_head(named: Mapping[str, Tensor]) -> Tensor:
-    """The head of a checked model as it is stored."""
-    return named.get("lm_head.weight", named["model.embed_tokens.weight"])
-
-
 def assembled(
     config: ModelConfig, built: Mapping[str, Matrix], rotation: Tensor, head_hash: str
 ) -> DecoderWeights:
@@ -318,6 +313,7 @@ def assembled(
     return DecoderWeights(config, embed, layers, norm, head, rotation, head_hash)
 
 
-def hash_head(head: Tensor) -> str:
-    """Hash of a head's bytes in its present dtype."""
+def hash_head(named: Mapping[str, Tensor]) -> str:
+    """Hash of the bytes of a model's head as it is stored."""
+    head = named.get("lm_head.weight", named["model.embed_tokens.weight"])
     return head_hash(head.detach().cpu().contiguous().view(torch.uint8).numpy().reshape(-1).data)

@@ -96,9 +96,6 @@ class TaskFile(Sequence[Task]):
         start, end = self._ends[at : at + 2]
         return Task(*json.loads(os.pread(self._file.fileno(), end - start, start)))
 
-    def __iter__(self) -> Iterator[Task]:
-        return (self[index] for index in range(len(self)))
-
     def largest(self, count: int, among: int | None = None) -> tuple[int, str]:
         """Bytes of the texts of the `count` largest tasks together, and the place of the largest.
 
