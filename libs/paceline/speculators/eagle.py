@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.config import Config
-from paceline.errors import InvalidInput
 from paceline.models import decoder, loading, products
 from paceline.models.config import ARCHITECTURES as TARGETS
-from paceline.models.config import ModelConfig, architecture, parse_config
+from paceline.models.config import ModelConfig, parse_config
 from paceline.speculators import kinds, layer_drafter, layer_net, net, packed
 
 KIND = kinds.SPECULATORS["eagle"]
@@ -92,13 +91,7 @@ class EagleNet(layer_net.ChainNet):
         """See DraftNet.parse; `fc_bias` is the checkpoint's, and its layer may differ from the
         target's in heads and widths.
         """
-        name, allowed = architecture(raw), ARCHITECTURES[target.family]
-        if name != allowed:
-            raise InvalidInput(
-                "architectures is not the drafter of the target's family",
-                seen=name,
-                allowed=allowed,
-            )
+        net.check_fit(raw, {"architectures": [ARCHITECTURES[target.family]]})
         layer_net.check_one_layer(raw, target)
         options = options.model_copy(update={"fc_bias": bool(raw.get("fc_bias", False))})
         like = next(name for name, family in TARGETS.items() if family == target.family)

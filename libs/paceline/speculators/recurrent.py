@@ -234,6 +234,18 @@ class RecurrentNet(net.DraftNet):
 
     # ---- checkpoints
 
+    def config_json(self) -> dict[str, Any]:
+        """See DraftNet.config_json."""
+        return {
+            "architectures": [*self.kind.architectures],
+            "model_type": "mlp_speculator",
+            "vocab_size": self.target.vocab_size,
+            "n_predict": self.options.n_predict,
+            "top_k_tokens_per_head": [1] * self.options.n_predict,
+            "n_candidates": self.options.n_predict,
+            "scale_input": self.options.scale_input,
+        }
+
     @abstractmethod
     def aliases(self) -> dict[str, str]:
         """Aliases of tied tensors -> their stored names."""
