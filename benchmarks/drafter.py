@@ -20,7 +20,8 @@ from benchmarks import demo_runs
 from benchmarks.demo_runs import NO_WORDS, WITHOUT, DemoPlan, DemoRun, Flags, demo_folder
 from benchmarks.result import BenchResult, Goal, Row, at_least, paired_ratio, ratio_goal
 from benchmarks.turns import finished_in_turns
-from paceline.tasks import Task, read_tasks, write_tasks
+from paceline.tasks import Task, write_tasks
+from paceline.tasks.file import read_tasks
 
 ARMS = ("harvested", "serial", "frozen", "ngram", "none")
 """Arms in the order of the tables."""

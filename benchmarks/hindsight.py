@@ -24,7 +24,8 @@ from benchmarks.options import above_zero
 from benchmarks.result import BenchResult, Goal, Row, paired_ratio, ratio_goal, say
 from benchmarks.turns import finished_in_turns
 from paceline.errors import InvalidInput
-from paceline.tasks import read_tasks, write_tasks
+from paceline.tasks import write_tasks
+from paceline.tasks.file import read_tasks
 
 OURS, NONE, FROZEN = "default", "none", "frozen"
 _DRAFTED = 'gateway.speculation.arms=["eagle:5_1_6"]'

@@ -18,7 +18,8 @@ from benchmarks.gateway.backends import ScriptPace, engine_settings, write_model
 from benchmarks.gateway.tasks import RUN_ID, TasksPlan, rollout_stub, samples_a_second
 from benchmarks.launching import LOCAL, RAY
 from benchmarks.result import Row, paired_ratio, say
-from paceline.config import ServiceConfig, load_config
+from paceline.config import ServiceConfig
+from paceline.config.load import load_config
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.local.supervisor import Supervisor, run_launches

@@ -20,8 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from paceline.models.config import ModelConfig
 from paceline.services.drafter_trainer.rows.sample import FeatureSample, pack
 from paceline.speculators.eagle import EagleNet
-from paceline.speculators.losses import eagle_loss
-from paceline.speculators.net import Objective
+from paceline.speculators.net import Objective, eagle_loss
 
 DEMO = ModelConfig(
     family="llama",

@@ -42,7 +42,8 @@ from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEn
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.sglang.host import check_installed
 from paceline.services.rollout_gateway.environments import TextTurn
-from paceline.tasks import Task, open_tasks
+from paceline.tasks import Task
+from paceline.tasks.file import TaskFile
 
 SCORED_TOKENS = 64
 
@@ -114,7 +115,7 @@ async def run(options: argparse.Namespace) -> BenchResult:
         check_installed()
     model = Path.cwd() / options.demo / options.policy
     codec = TextCodec(model)
-    tasks = open_tasks(str(options.demo / "tasks_heldout.jsonl"))[: options.prompts]
+    tasks = TaskFile(str(options.demo / "tasks_heldout.jsonl"))[: options.prompts]
     prompts = [codec.encode(task.prompt) for task in tasks]
     asked = HeldOutWork(model, codec, tasks, workload(prompts, options.batch, options.max_tokens))
     rows: list[Row] = []

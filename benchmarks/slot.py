@@ -25,7 +25,7 @@ from benchmarks.demo_runs import demo_folder
 from benchmarks.options import above_zero
 from benchmarks.packing import DEMO, LONGEST, draw_samples
 from benchmarks.result import BenchResult, Row, at_most, paired_ratio, ratio_goal, say
-from paceline.config import load_config
+from paceline.config.load import load_config
 from paceline.errors import InvalidInput
 from paceline.models.config import ModelConfig
 from paceline.models.products import spare_rows

@@ -17,6 +17,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from paceline.models.config import read_config
+from paceline.models.decoder import DecoderWeights
+from paceline.models.in_place import ServedModel
+
 FAMILIES = ("llama", "llama3-scaled", "llama-tied", "qwen2", "qwen3")
 
 _SHAPE = {
@@ -84,3 +88,14 @@ def save_random(
     model = random_model(family, seed, sharpness, **shape)
     model.save_pretrained(directory, max_shard_size="200KB")
     return model
+
+
+def load_model(
+    directory: Path, *, dtype: torch.dtype, positions: int | None = None
+) -> DecoderWeights:
+    """A checkpoint directory as DecoderWeights.
+
+    Raises InvalidInput, DataLoss or WeightsError.
+    """
+    config = read_config(directory)
+    return ServedModel(config, dtype, positions or config.max_position_embeddings).load(directory)

@@ -31,7 +31,7 @@ from paceline.services.rollout_gateway.engines.embedded.verify import Nodes
 from paceline.services.rollout_gateway.engines.nouns import Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.speculators.base import DraftBatch, DraftShape
-from paceline.tasks import read_tasks
+from paceline.tasks.file import read_tasks
 
 SEED = 20261121
 LIMIT = 512

@@ -32,7 +32,8 @@ from paceline.local.ports import free_port
 from paceline.rpc import leased
 from paceline.services.rollout_gateway.features import LINGER_S
 from paceline.streams import connect, run_key
-from paceline.tasks import Task, read_tasks
+from paceline.tasks import Task
+from paceline.tasks.file import read_tasks
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 

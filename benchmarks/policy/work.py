@@ -10,7 +10,8 @@ from pathlib import Path
 
 from benchmarks.demo_runs import demo_folder
 from benchmarks.simulation.lengths import Recorded
-from paceline.tasks import draw_tasks, read_tasks
+from paceline.tasks import draw_tasks
+from paceline.tasks.file import read_tasks
 from paceline.trajectory import BranchKey, Trajectory, VersionSpan
 
 SPEC_VARIABLE = "PACELINE_BENCH_POLICY"

@@ -22,7 +22,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import DynamicCache, LlamaForCausalLM
 
-from paceline.tasks import Task, read_tasks
+from paceline.tasks import Task
+from paceline.tasks.file import read_tasks
 
 HERE = Path(__file__).parent
 MAX_NEW_TOKENS = 380

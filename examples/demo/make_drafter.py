@@ -28,7 +28,8 @@ from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEn
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Chunk, Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
-from paceline.tasks import Task, draw_tasks, read_tasks
+from paceline.tasks import Task, draw_tasks
+from paceline.tasks.file import read_tasks
 from paceline.trajectory import SpeculationStats, request_seed
 
 HERE = Path(__file__).parent

@@ -98,14 +98,11 @@ def needs_ipv6(address: str) -> bool:
     try:
         return ipaddress.ip_address(host.partition("%")[0]).version == 6
     except ValueError:
-        return not _has_ipv4(host)
-
-
-def _has_ipv4(name: str) -> bool:
+        pass  # a name
     try:
-        return bool(socket.getaddrinfo(name, None, socket.AF_INET))
+        return not socket.getaddrinfo(host, None, socket.AF_INET)
     except OSError:
-        return False
+        return True
 
 
 def _host(address: str) -> str:

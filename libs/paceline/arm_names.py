@@ -77,19 +77,11 @@ def parse_arm(name: str, speculators: Mapping[str, bool], most: TreeSize = LARGE
             f"{found.speculator} drafts chains here", seen=name, allowed="topk 1, steps + 1 tokens"
         )
 
-    if shape.topk == 1 and shape.draft_tokens != shape.steps + 1:
-        raise ConfigError(
-            "a chain has as many nodes as steps and root",
-            seen=name,
-            allowed=f"{shape.steps + 1} draft tokens",
-        )
-
+    least = shape.steps + 1 if shape.topk == 1 else 2
     largest = min(shape.capacity, most.draft_tokens)
-    if not 2 <= shape.draft_tokens <= largest:
-        raise ConfigError(
-            "no tree has so many nodes", seen=name, allowed=f"2-{largest} draft tokens"
-        )
-
+    if not least <= shape.draft_tokens <= largest:
+        allowed = f"{least}-{largest} draft tokens; a chain has its steps and the root"
+        raise ConfigError("no tree has so many nodes", seen=name, allowed=allowed)
     return found
 
 

@@ -21,10 +21,24 @@ value was wrong. A temporary error (ResourceExhausted, Unavailable) may carry `r
 seconds until a retry is useful.
 """
 
+import re
 from collections.abc import Iterator
 from typing import Self
 
-from paceline.whole_text import whole_text
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+"""A surrogate in a Python string is always unpaired, because a pair is one character. UTF-8 cannot
+encode it. It may come from a JSON escape.
+"""
+
+
+def whole_text(text: str) -> str:
+    """The text, with U+FFFD in place of each unpaired surrogate."""
+    return text if is_whole(text) else LONE_SURROGATE.sub("\ufffd", text)
+
+
+def is_whole(text: str) -> bool:
+    """Whether UTF-8 can encode the text."""
+    return text.isascii() or LONE_SURROGATE.search(text) is None
 
 
 class PacelineError(Exception):
@@ -47,21 +61,15 @@ class PacelineError(Exception):
         self.allowed = None if allowed is None else whole_text(str(allowed))
         if reason is not None:
             self.reason = reason
-        super().__init__(self._sentence())
+        values = (("seen", self.seen), ("allowed", self.allowed))
+        given = [f"{name}: {value}" for name, value in values if value is not None]
+        super().__init__("; ".join([self.message, *given]))
 
     def within(self, place: object) -> Self:
         """The same error with the place of the failure in front of its message."""
         return type(self)(
             f"{place}: {self.message}", reason=self.reason, seen=self.seen, allowed=self.allowed
         )
-
-    def _sentence(self) -> str:
-        parts = [self.message]
-        if self.seen is not None:
-            parts.append(f"seen: {self.seen}")
-        if self.allowed is not None:
-            parts.append(f"allowed: {self.allowed}")
-        return "; ".join(parts)
 
 
 class InvalidInput(PacelineError):

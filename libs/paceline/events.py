@@ -11,6 +11,7 @@ import hmac
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from types import SimpleNamespace
 
 import zmq
 import zmq.asyncio
@@ -170,16 +171,6 @@ class FactSubscriber:
         self.close()
 
 
-class _KeyHolders:
-    """Accepts clients that hold the run's key pair."""
-
-    def __init__(self, public: bytes) -> None:
-        self._public = public
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return hmac.compare_digest(key, self._public)
-
-
 def _guard(
     context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, keys: tuple[bytes, bytes]
 ) -> zmq.auth.asyncio.AsyncioAuthenticator:
@@ -188,7 +179,8 @@ def _guard(
     socket.curve_server = True
     door = zmq.auth.asyncio.AsyncioAuthenticator(context)
     door.start()
-    door.configure_curve_callback(credentials_provider=_KeyHolders(keys[0]))
+    holders = SimpleNamespace(callback=lambda domain, key: hmac.compare_digest(key, keys[0]))
+    door.configure_curve_callback(credentials_provider=holders)
     return door
 
 

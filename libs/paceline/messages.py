@@ -15,29 +15,35 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from paceline.tasks import Task
-from paceline.trajectory import SpeculationStats, Trajectory, VersionSet
+from paceline.trajectory import SpeculationStats, VersionSet
 from paceline.v1 import trajectory_pb2 as pb
 from paceline.v1.engine_pb2 import ArmStats
 from paceline.v1.rollout_pb2 import TaskSpec
 
 M = TypeVar("M", bound=Message)
 N = TypeVar("N")
-_Put = Callable[[Any], Any]
-_Take = Callable[[Any], Any]
+_Converters = Sequence[tuple[str, Callable[[Any], Any]]]
 # Caches: a rollout converts a dozen dataclasses per sample.
 _HINTS: dict[type[Any], dict[str, Any]] = {}
-_PUTTERS: dict[tuple[type[Any], type[Message]], list[tuple[str, _Put]]] = {}
-_TAKERS: dict[tuple[type[Any], type[Message]], list[tuple[str, _Take]]] = {}
+_PUTTERS: dict[tuple[type[Any], type[Message]], _Converters] = {}
+_TAKERS: dict[tuple[type[Any], type[Message]], _Converters] = {}
 
 
 def to_message(noun: object, kind: type[M]) -> M:
     """Converts a dataclass to a message of this kind."""
-    return kind(**{name: put(getattr(noun, name)) for name, put in _putters(type(noun), kind)})
+    key, described = (type(noun), kind), kind.DESCRIPTOR.fields_by_name
+    if key not in _PUTTERS:
+        _PUTTERS[key] = [(name, _putter(described[name])) for name in _hints(type(noun))]
+    return kind(**{name: put(getattr(noun, name)) for name, put in _PUTTERS[key]})
 
 
 def from_message(cls: type[N], message: Message) -> N:
     """Converts a message to a dataclass."""
-    return cls(**{name: take(message) for name, take in _takers(cls, type(message))})
+    key, described = (cls, type(message)), message.DESCRIPTOR.fields_by_name
+    if key not in _TAKERS:
+        hints = _hints(cls).items()
+        _TAKERS[key] = [(name, _taker(hint, described[name])) for name, hint in hints]
+    return cls(**{name: take(message) for name, take in _TAKERS[key]})
 
 
 def shared_fields(noun: object, kind: type[Message]) -> dict[str, Any]:
@@ -85,11 +91,6 @@ def merge_arms(stats: Iterable[ArmStats]) -> list[ArmStats]:
     return [merged[key] for key in sorted(merged)]
 
 
-def trajectory_to_proto(trajectory: Trajectory) -> pb.Trajectory:
-    """Converts a trajectory to its message."""
-    return to_message(trajectory, pb.Trajectory)
-
-
 def _hints(cls: type[Any]) -> Mapping[str, Any]:
     """Type hints of a dataclass by field."""
     if cls not in _HINTS:
@@ -98,15 +99,7 @@ def _hints(cls: type[Any]) -> Mapping[str, Any]:
     return _HINTS[cls]
 
 
-def _putters(cls: type[Any], kind: type[Message]) -> Sequence[tuple[str, _Put]]:
-    """(field name, converter to the message's value) for each field of a dataclass."""
-    if (cls, kind) not in _PUTTERS:
-        described = kind.DESCRIPTOR.fields_by_name
-        _PUTTERS[cls, kind] = [(name, _putter(described[name])) for name in _hints(cls)]
-    return _PUTTERS[cls, kind]
-
-
-def _putter(field: Any) -> _Put:
+def _putter(field: Any) -> Callable[[Any], Any]:
     def unless_none(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return lambda value: None if value is None else make(value)
 
@@ -120,18 +113,10 @@ def _putter(field: Any) -> _Put:
     if field.enum_type is not None:
         prefix = _prefix(field)
         return unless_none(lambda value: prefix + value.upper())
-    return unless_none(bytes) if field.type == FieldDescriptor.TYPE_BYTES else _as_it_is
+    return unless_none(bytes if field.type == FieldDescriptor.TYPE_BYTES else lambda value: value)
 
 
-def _takers(cls: type[Any], kind: type[Message]) -> Sequence[tuple[str, _Take]]:
-    """(field name, reader from the message) for each field of a dataclass."""
-    if (cls, kind) not in _TAKERS:
-        described, hints = kind.DESCRIPTOR.fields_by_name, _hints(cls)
-        _TAKERS[cls, kind] = [(name, _taker(hints[name], described[name])) for name in hints]
-    return _TAKERS[cls, kind]
-
-
-def _taker(hint: Any, field: Any) -> _Take:
+def _taker(hint: Any, field: Any) -> Callable[[Any], Any]:
     read = attrgetter(field.name)
     if field.message_type is not None:
         if field.message_type.GetOptions().map_entry:
@@ -151,10 +136,6 @@ def _taker(hint: Any, field: Any) -> _Take:
     if field.has_presence:
         return lambda message: whole(message) if message.HasField(field.name) else None
     return whole
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
 
 
 def _prefix(field: Any) -> str:

@@ -55,7 +55,7 @@ def import_filter(path: str, family: str) -> Callable[[Any], bool]:
             message = f"the {family} failed: {type(error).__name__}: {error}"
             raise InvalidInput(message, seen=repr(value)[:200]) from error
         if not isinstance(answer, bool):
-            message = f"the {family} {path} must say whether something is kept"
+            message = f"the {family} {path} must return True or False"
             raise InvalidInput(message, seen=repr(answer)[:80], allowed="True or False")
         return answer
 

@@ -20,6 +20,7 @@ from paceline.errors import DataLoss
 
 TAG = "type"
 HEX, _LARGE = "hex", 1 << 2048
+_LARGE_DIGITS = re.compile("-?0x[1-9a-f][0-9a-f]{512,}")  # at least _LARGE in magnitude
 
 T = TypeVar("T")
 _Reader = Callable[[Any, str], Any]  # (JSON value, its path in the message) -> the field's value
@@ -31,15 +32,16 @@ class TaggedJson(Generic[T]):
 
     def __init__(self, *classes: type[T]) -> None:
         self._classes = {cls.__name__: cls for cls in classes}
-        if len(self._classes) < len(classes):
-            raise TypeError(f"two classes of one name: {sorted(cls.__name__ for cls in classes)}")
         for cls in classes:
             if TAG in _readers(cls):
                 raise TypeError(f"{cls.__name__}.{TAG} would hide the tag")
 
     def encode(self, value: T) -> bytes:
         """The value as one line of JSON."""
-        return json.dumps(self.to_object(value), separators=(",", ":")).encode()
+        name = type(value).__name__
+        if self._classes.get(name) is not type(value):
+            raise TypeError(f"{name} is not one of {', '.join(self._classes)}")
+        return json.dumps({TAG: name, **to_object(value)}, separators=(",", ":")).encode()
 
     def decode(self, data: bytes | str) -> T:
         """Reverses `encode`. Raises DataLoss if `data` is no such value."""
@@ -47,17 +49,6 @@ class TaggedJson(Generic[T]):
             found = json.loads(data)
         except (ValueError, RecursionError) as error:
             raise DataLoss(f"a message is not JSON: {error}", seen=data[:200]) from error
-        return self.from_object(found)
-
-    def to_object(self, value: T) -> dict[str, Any]:
-        """The value as plain JSON values, with its tag."""
-        name = type(value).__name__
-        if self._classes.get(name) is not type(value):
-            raise TypeError(f"{name} is not one of {', '.join(self._classes)}")
-        return {TAG: name, **to_object(value)}
-
-    def from_object(self, found: Any) -> T:
-        """Reverses `to_object`. Raises DataLoss if `found` is no such value."""
         if not isinstance(found, Mapping) or TAG not in found:
             raise DataLoss(f"a message has no {TAG}", seen=str(found)[:200])
         cls = self._classes.get(found[TAG]) if isinstance(found[TAG], str) else None
@@ -133,14 +124,14 @@ def _reader(hint: Any) -> _Reader:
     if hint in _SCALARS:
         return partial(_scalar, hint)
     if isinstance(hint, type) and issubclass(hint, Enum):
-        return partial(_member, hint)
+        return partial(_choice, [(one.value, one) for one in hint])
     if isinstance(hint, type) and is_dataclass(hint):
         _readers(hint)
         return partial(from_object, hint)
     if origin in (list, frozenset) or (origin is tuple and arguments[1:] == (...,)):
         return partial(_items, origin, _reader(arguments[0]))
     if origin is Literal:
-        return partial(_choice, arguments)
+        return partial(_choice, [(one, one) for one in arguments])
     if origin is tuple:
         return partial(_row, [_reader(one) for one in arguments])
     if origin in (dict, Mapping) and arguments[0] is str:
@@ -165,30 +156,18 @@ def _scalar(kind: Any, value: Any, where: str) -> Any:
     if type(value) in _SCALARS[kind]:
         return value
     if int in _SCALARS[kind] and isinstance(value, Mapping) and list(value) == [HEX]:
-        return _from_hex(value[HEX], where)
+        text = value[HEX]
+        if isinstance(text, str) and _LARGE_DIGITS.fullmatch(text):
+            return int(text, 16)
     raise _wrong(where, value, kind.__name__)
 
 
-def _from_hex(text: Any, where: str) -> int:
-    if isinstance(text, str) and re.fullmatch("-?0x[0-9a-f]+", text):
-        number = int(text, 16)
-        if not -_LARGE < number < _LARGE:
-            return number
-    raise _wrong(where, text, "0x and the digits of a number of more than 2048 bits")
-
-
-def _member(kind: type[Enum], value: Any, where: str) -> Any:
-    # Also compare types: by equality alone, 1 matches True.
-    found = [one for one in kind if one.value == value and type(one.value) is type(value)]
-    if not found:
-        raise _wrong(where, value, ", ".join(str(one.value) for one in kind))
-    return found[0]
-
-
-def _choice(allowed: tuple[Any, ...], value: Any, where: str) -> Any:
-    if not any(one == value and type(one) is type(value) for one in allowed):
-        raise _wrong(where, value, ", ".join(map(str, allowed)))
-    return value
+def _choice(allowed: list[tuple[Any, Any]], value: Any, where: str) -> Any:
+    for written, meant in allowed:
+        # Also compare types: by equality alone, 1 matches True.
+        if written == value and type(written) is type(value):
+            return meant
+    raise _wrong(where, value, ", ".join(str(written) for written, _ in allowed))
 
 
 def _items(kind: type[Any], read: _Reader, value: Any, where: str) -> Any:

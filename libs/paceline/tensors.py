@@ -16,6 +16,14 @@ import numpy.typing as npt
 
 from paceline.errors import DataLoss, InvalidInput
 
+CONFIG, ACCEPTANCE, ADAPTERS = "config", "acceptance", "adapters"
+DOCUMENTS = {CONFIG: "config.json", ACCEPTANCE: "acceptance.json", ADAPTERS: "adapters.json"}
+"""JSON documents beside a version's tensors: file name by metadata key of a manifest. Each value is
+the text of a JSON object, which becomes that file. `config` describes the tensors. `acceptance`
+describes which drafts of a drafter are accepted. `adapters` identifies the base weights of a
+policy's adapters.
+"""
+
 _LENGTH_BYTES = 8
 
 MAX_DIMENSIONS = 8

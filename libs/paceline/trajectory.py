@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import zip_longest
@@ -133,7 +133,7 @@ def runs(kind: type[Any], spans: Iterable[Any]) -> Iterator[tuple[Any, int]]:
     `spans`: of this kind, or any objects with its fields, such as messages. A streamed response has
     two spans per chunk, and conversion of each span costs more than this comparison.
     """
-    about = _about(kind)
+    about = _ABOUT[kind]
     first, seen, end = None, None, 0
     for span in spans:
         found = about(span)
@@ -146,15 +146,11 @@ def runs(kind: type[Any], spans: Iterable[Any]) -> Iterator[tuple[Any, int]]:
         yield first, end
 
 
-_ABOUT: dict[type[Any], Callable[[Any], Any]] = {}
-
-
-def _about(kind: type[Any]) -> Callable[[Any], Any]:
-    """The getter of a span's fields other than its position."""
-    if kind not in _ABOUT:
-        names = [one.name for one in fields(kind) if one.name not in ("start", "end")]
-        _ABOUT[kind] = attrgetter(*names)
-    return _ABOUT[kind]
+_ABOUT = {
+    kind: attrgetter(*(one.name for one in fields(kind) if one.name not in ("start", "end")))
+    for kind in (VersionSpan, DrawSpan)
+}
+"""The getter of a span's fields other than its position."""
 
 
 def added(one: Any, other: Any) -> Any:

@@ -45,14 +45,7 @@ def read_hashes(directory: Path) -> dict[str, str]:
         hashes = json.loads(path.read_text(encoding="utf-8"))["sha256"]
         if not hashes or not all(isinstance(one, str) for one in hashes.values()):
             raise ValueError("no hash of a file")
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataLoss(f"{path} is no list of hashes", seen=str(error)[:120]) from error
     return dict(hashes)
 
@@ -113,9 +106,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def write_synced(
-    path: Path,
-    *parts: memoryview | bytes | bytearray,
-    wrote: Callable[[], None] = lambda: None,
+    path: Path, *parts: memoryview | bytes | bytearray, wrote: Callable[[], None] = lambda: None
 ) -> None:
     """Writes a file and syncs its bytes to the disk before it returns.
 

@@ -22,12 +22,11 @@ from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.learn.weights import EMBEDDING, HEAD
 from paceline.services.policy_trainer.metrics import HEADS_LEFT_OUT
 from paceline.telemetry import get_logger
-from paceline.tensors import NamedTensor, TensorLayout, head_hash_of
+from paceline.tensors import ADAPTERS, NamedTensor, TensorLayout, head_hash_of
 from paceline.training import process, shards
 from paceline.v1 import trajectory_pb2, weights_pb2_grpc
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY, WEIGHT_TARGET_POLICY_HEAD
 from paceline.v1.weights_pb2 import GetVersionsRequest, Manifest
-from paceline.weight_documents import ADAPTERS
 from paceline.weights import Delivery, Parcel, PushReport, WeightSender, pull_weights
 from paceline.weights.chunks import mapped_file
 from paceline.weights.manifest import layouts as layouts_of

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from paceline.config import load_config
+from paceline.config.load import load_config
 from paceline.errors import ConfigError, PacelineError
 from paceline.local.checks import Finding, looked_at, reading_findings
 from paceline.services.rollout_gateway.config import GatewayConfig

@@ -55,7 +55,7 @@ from paceline.streams.entries import (
     encode_features,
     encode_trajectory,
 )
-from paceline.tasks import read_tasks
+from paceline.tasks.file import read_tasks
 from paceline.tensors import NamedTensor, decode_safetensors, encode_safetensors, from_numpy
 from paceline.trajectory import BranchKey, SpeculationStats, Trajectory, VersionSpan
 from paceline.v1 import coordinator_pb2 as cpb

@@ -14,7 +14,7 @@ from paceline.models.config import read_config
 from paceline.models.decoder import project
 from paceline.models.in_place import ServedModel, serve_staged
 from paceline.models.profiles import PROFILES, ROUNDED
-from paceline.models.quantised import E4M3_LARGEST, as_matrix, quantised
+from paceline.models.quantised import E4M3_LARGEST, QuantisedMatrix, quantised
 
 pytestmark = pytest.mark.gpu
 SHAPE = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
@@ -29,7 +29,7 @@ def test_products_are_those_of_the_cpu(name: str, rows: int) -> None:
     weight = torch.randn(96, 128, generator=generator)
     x = torch.randn(rows, 128, generator=generator)
     matrix = quantised(weight, PROFILES[name])
-    there = as_matrix(PROFILES[name], matrix.values.to(CUDA), matrix.scales.to(CUDA))
+    there = QuantisedMatrix(matrix.values.to(CUDA), matrix.scales.to(CUDA), PROFILES[name])
     found = there.product(x.to(CUDA)).cpu()
     if name.startswith("fp8"):  # rounds activations to e4m3 as well, and gives bfloat16
         step = x.abs().amax(1, keepdim=True) / E4M3_LARGEST

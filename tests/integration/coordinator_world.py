@@ -18,7 +18,8 @@ from slot_overlaps import overlaps
 
 from paceline.cli.access import coordinator_of
 from paceline.cli.active import show_status
-from paceline.config import SecurityConfig, load_config
+from paceline.config import SecurityConfig
+from paceline.config.load import load_config
 from paceline.errors import (
     FailedPrecondition,
     InternalError,

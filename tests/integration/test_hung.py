@@ -17,7 +17,8 @@ from integration.supervised import QUICK, Events, stub_launch
 from redis.asyncio import Redis
 from redis_servers import foreign_redis
 
-from paceline.config import ServiceConfig, load_config
+from paceline.config import ServiceConfig
+from paceline.config.load import load_config
 from paceline.errors import Unavailable
 from paceline.local.hung import LAST, Turns
 from paceline.local.launch import Launch

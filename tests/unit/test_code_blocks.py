@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from doc_pages import PAGES, ROOT, Block, blocks_of, reader
 
-from paceline.config import load_config
+from paceline.config.load import load_config
 from paceline.local.services import SERVICES
 from paceline.plugins import import_object
 

@@ -14,7 +14,6 @@ from random_trajectories import trajectories
 from paceline.messages import (
     from_message,
     to_message,
-    trajectory_to_proto,
 )
 from paceline.trajectory import DrawSpan, SpeculationStats, Trajectory, VersionSet, VersionSpan
 from paceline.v1 import trajectory_pb2 as pb
@@ -72,7 +71,7 @@ def test_a_field_that_the_message_lacks_is_an_error(cls: type[Any], kind: type[M
 
 @given(trajectories())
 def test_every_field_of_a_trajectory_comes_back(trajectory: Trajectory) -> None:
-    message = pb.Trajectory.FromString(trajectory_to_proto(trajectory).SerializeToString())
+    message = pb.Trajectory.FromString(to_message(trajectory, pb.Trajectory).SerializeToString())
     assert from_message(Trajectory, message) == trajectory
     assert message.HasField("reward") == (trajectory.reward is not None)
     assert message.finish_reason == pb.FINISH_REASON_LENGTH

@@ -55,7 +55,6 @@ def test_the_client_loads_nothing_of_the_control_plane_but_errors_addresses_and_
         "client",
         "errors",
         "local",
-        "whole_text",
     }
     assert not loaded & {"grpc", "numpy", "psutil", "redis", "torch", "typer", "zmq"}
 

@@ -151,7 +151,7 @@ def test_the_algorithm_has_its_own_advantages(examples: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        ("def own(one):\n    return 1", "must say whether something is kept; seen: 1"),
+        ("def own(one):\n    return 1", "must return True or False; seen: 1"),
         ("def own(one):\n    return one.missing", "failed: AttributeError"),
     ],
 )

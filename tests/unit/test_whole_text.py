@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.errors import InvalidInput
-from paceline.whole_text import is_whole, whole_text
+from paceline.errors import InvalidInput, is_whole, whole_text
 
 
 @given(st.text(st.characters()))

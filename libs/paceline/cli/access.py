@@ -10,7 +10,8 @@ from typing import Any
 import grpc
 
 from paceline.cli.run_files import files_of, note_settings
-from paceline.config import SecurityConfig, ServiceConfig, load_config
+from paceline.config import SecurityConfig, ServiceConfig
+from paceline.config.load import load_config
 from paceline.errors import InvalidInput, NotFound, Unavailable
 from paceline.local.tokens import token_at
 from paceline.rpc import channel, rpc_errors

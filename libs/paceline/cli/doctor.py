@@ -21,7 +21,8 @@ from rich.markup import escape
 
 from paceline.addresses import proxied
 from paceline.cli.plan import plan_run
-from paceline.config import ServiceConfig, load_config
+from paceline.config import ServiceConfig
+from paceline.config.load import load_config
 from paceline.errors import PacelineError
 from paceline.local.checks import Finding, lack_of_room, looked_at
 from paceline.local.child import Child

@@ -12,14 +12,16 @@ from rich.progress import Progress
 from rich.table import Table
 
 from paceline.addresses import loopback
-from paceline.config import ServiceConfig, load_config
+from paceline.config import ServiceConfig
+from paceline.config.load import load_config
 from paceline.local import patience, services, supervisor
 from paceline.local.ports import free_ports
 from paceline.local.tokens import use_run_tokens
 from paceline.messages import task_specs
 from paceline.report.solved import accuracy, pass_figures, truncated_share
 from paceline.rpc import MOST_TASK_BYTES, channel, leased, rpc_errors
-from paceline.tasks import Columns, Task, open_tasks
+from paceline.tasks import Columns, Task
+from paceline.tasks.file import TaskFile
 from paceline.v1.rollout_pb2 import RunTasksRequest, SampleFinished
 from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
 
@@ -94,7 +96,7 @@ def open_prompts(path: Path, columns: Columns, prompts: int) -> Sequence[Task]:
     """The first tasks of a file; 0: all. Raises InvalidInput if tasks cannot be read, ConfigError
     if they exceed one call.
     """
-    tasks = open_tasks(str(path), columns=columns)
+    tasks = TaskFile(str(path), columns=columns)
     count = prompts or len(tasks)
     tasks.check_call("--prompts", count, most_bytes=MOST_TASK_BYTES, among=count)
     return tasks[:count]

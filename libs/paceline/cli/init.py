@@ -9,7 +9,7 @@ from paceline.cli import plan, run_files
 from paceline.config import load
 from paceline.errors import ConfigError
 from paceline.local.checks import check_reading
-from paceline.tasks import open_tasks
+from paceline.tasks.file import TaskFile
 from paceline.whole_files import write_whole
 
 _TEMPLATE = Path(__file__).with_name("run.toml")
@@ -37,7 +37,7 @@ def write_settings(
     if file.exists():
         raise ConfigError("this file is there already", seen=file, allowed="another name")
     for path in filter(None, (tasks, heldout)):
-        open_tasks(path)
+        TaskFile(path)
     markup = Environment(  # noqa: S701  the result is TOML
         trim_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True
     )

@@ -27,7 +27,8 @@ from paceline.addresses import loopback
 from paceline.cli import access, report, run_files
 from paceline.cli.active import read_figures
 from paceline.cli.watch import RunState, follow
-from paceline.config import ServiceConfig, load_config
+from paceline.config import ServiceConfig
+from paceline.config.load import load_config
 from paceline.errors import DataLoss, PacelineError
 from paceline.local import ports, tokens
 from paceline.report import html, journal

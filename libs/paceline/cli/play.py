@@ -14,7 +14,8 @@ from rich.markup import escape
 from paceline.cli import command, live, report, run_files, watch
 from paceline.cli.plan import Checked, plan_run
 from paceline.cluster.order import START_AGAIN
-from paceline.config import ServiceConfig, load_config
+from paceline.config import ServiceConfig
+from paceline.config.load import load_config
 from paceline.errors import ConfigError, DataLoss, PacelineError, Unavailable
 from paceline.local import launch, owner, tokens
 from paceline.local.patience import patient

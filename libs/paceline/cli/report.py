@@ -11,7 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from paceline.cli import access, run_files
-from paceline.config import ServiceConfig, load_config
+from paceline.config import ServiceConfig
+from paceline.config.load import load_config
 from paceline.errors import FailedPrecondition
 from paceline.local import owner, patience, services, supervisor
 from paceline.local.redis import launcher, resolved

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import paceline
 from paceline.addresses import loopback
-from paceline.config import SERVICE_SECTIONS, SHARED_SECTIONS, ServiceConfig, load, shared
+from paceline.config import RUN_ID, SERVICE_SECTIONS, SHARED_SECTIONS, ServiceConfig, load
 from paceline.errors import ConfigError, NotFound
 from paceline.local.hub import is_hub_id, model_directory
 from paceline.local.ports import free_ports
@@ -148,7 +148,7 @@ def configure_run(files: RunFiles, options: DemoOptions) -> None:
 
 def _existing_run(out: Path, run_id: str) -> RunFiles:
     files = RunFiles(run_id, out / run_id)
-    if not re.fullmatch(shared.RUN_ID, run_id) or not files.config.is_file():
+    if not re.fullmatch(RUN_ID, run_id) or not files.config.is_file():
         found = (
             sorted(path.parent.name for path in out.glob("*/config.toml")) if out.is_dir() else []
         )

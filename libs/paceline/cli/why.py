@@ -4,7 +4,8 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.cli import access, run_files
-from paceline.config import ServiceConfig, load_config
+from paceline.config import ServiceConfig
+from paceline.config.load import load_config
 from paceline.report.why import explain
 
 _LEAST_SHARE = 0.005

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.cluster.order import START_AGAIN, KeeperReport, PoolOrder
-from paceline.config import ServiceConfig, load_config
+from paceline.config import ServiceConfig
+from paceline.config.load import load_config
 from paceline.errors import PacelineError, Unavailable
 from paceline.local import forking, launch, news, processes
 from paceline.local.supervisor import Supervisor, run_launches

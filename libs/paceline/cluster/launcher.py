@@ -16,7 +16,8 @@ from paceline.cluster.keeper import DESERTED_S, PoolKeeper, travelling
 from paceline.cluster.kept import KeptPool
 from paceline.cluster.nodes import GPU, Pool, addresses, check_room, compare, look, require_ways
 from paceline.cluster.order import PoolOrder
-from paceline.config import ServiceConfig, load_config
+from paceline.config import ServiceConfig
+from paceline.config.load import load_config
 from paceline.errors import ConfigError, DeadlineExceeded, FailedPrecondition
 from paceline.local.launch import ChildEvent, Launch, Supervised
 from paceline.local.patience import patient, within

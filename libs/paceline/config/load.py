@@ -7,16 +7,15 @@ import re
 import tomllib
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
 
 from pydantic import SecretStr, ValidationError
 
-from paceline.config import shared
-from paceline.config.shared import Config
+from paceline import config as settings
+from paceline.config import Config
 from paceline.errors import ConfigError
 from paceline.whole_files import write_whole
 
@@ -32,30 +31,12 @@ def print_config(config: Config, section: str) -> str:
     `section` is the header of the service's own keys. Settings without a value (None) appear as
     comments, because TOML has no null.
     """
-    sections = [name for name in shared.SHARED_SECTIONS if name in type(config).model_fields]
+    sections = [name for name in settings.SHARED_SECTIONS if name in type(config).model_fields]
     lines: list[str] = []
     for name in sections:
-        lines += _table(name, getattr(config, name))
-    lines += _table(section, config, skip=sections)
+        lines += _lines(getattr(config, name), name)
+    lines += _lines(config, section, skip=sections)
     return "\n".join(lines).lstrip("\n") + "\n"
-
-
-def _table(path: str, node: Config, skip: list[str] | None = None) -> Iterator[str]:
-    """Lines of one table: plain values first, then the nested tables, as TOML requires."""
-    fields = [name for name in type(node).model_fields if name not in (skip or ())]
-    values = [name for name in fields if not isinstance(getattr(node, name), Config)]
-    if values:
-        yield ""
-        yield f"[{path}]"
-    for name in values:
-        description = type(node).model_fields[name].description
-        if description:
-            yield f"# {' '.join(description.split())}"
-        value = getattr(node, name)
-        yield f"# {name} has no value" if value is None else f"{name} = {toml_value(value)}"
-    for name in fields:
-        if name not in values:
-            yield from _table(f"{path}.{name}", getattr(node, name))
 
 
 def toml_value(value: Any, *, masked: bool = True) -> str:
@@ -141,16 +122,31 @@ def value_of(raw: str) -> Any:
         return raw
 
 
-def _lines(tree: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    values = {key: value for key, value in tree.items() if not isinstance(value, Mapping)}
-    if path and (values or not tree):
+def _lines(
+    tree: Mapping[str, Any] | Config, path: str = "", skip: Sequence[str] = ()
+) -> Iterator[str]:
+    """Lines of a table: plain values first, then the nested tables, as TOML requires. Settings are
+    described, and their secrets masked.
+    """
+    described = type(tree).model_fields if isinstance(tree, Config) else {}
+    held = {name: getattr(tree, name) for name in described if name not in skip}
+    below: type[Any] = Config
+    if not isinstance(tree, Config):
+        held, below = dict(tree), Mapping
+    tables = {name: value for name, value in held.items() if isinstance(value, below)}
+    if path and (len(tables) < len(held) or not held):
         yield f"\n[{path}]"
-    for key, value in values.items():
-        yield f"{toml_key(key)} = {toml_value(value, masked=False)}"
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            below = toml_key(key)
-            yield from _lines(value, f"{path}.{below}" if path else below)
+    for name, value in held.items():
+        if name in tables:
+            continue
+        if name in described and (description := described[name].description):
+            yield f"# {' '.join(description.split())}"
+        if value is None:
+            yield f"# {name} has no value"
+        else:
+            yield f"{toml_key(name)} = {toml_value(value, masked=name in described)}"
+    for name, value in tables.items():
+        yield from _lines(value, f"{path}.{toml_key(name)}" if path else toml_key(name))
 
 
 C = TypeVar("C", bound=Config)
@@ -158,12 +154,8 @@ C = TypeVar("C", bound=Config)
 _KEY = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 
 
-@dataclass(frozen=True)
-class _Source:
-    """Settings of a file or an override: `name` for messages, `values` by the tree's own keys."""
-
-    name: str
-    values: Tree
+_Source: TypeAlias = tuple[str, Tree]
+"""A file or an override: its name for messages, and its values by the tree's own keys."""
 
 
 def load_config(
@@ -187,10 +179,13 @@ def load_config(
     ]
     merged = _explicit_defaults(cls)
     origins: dict[str, str] = {}
-    for source in sources:
-        _refuse_unknown(cls, source, section)
-        merge(merged, source.values)
-        origins.update(dict.fromkeys(_dotted(source.values), source.name))
+    for name, values in sources:
+        for key in _unknown((cls,), values):
+            keys = settings.known_keys(cls)
+            near = _nearest(key, keys) or _nearest(key.rpartition(".")[2], keys)
+            raise ConfigError(f"{name}: {section} has no setting {key}{near}", seen=key)
+        merge(merged, values)
+        origins.update(dict.fromkeys(_dotted(values), name))
 
     try:
         return cls.model_validate(merged)
@@ -200,7 +195,7 @@ def load_config(
 
 def _file_source(path: Path, cls: type[Config], section: str) -> _Source:
     document = read_tables(path)
-    sections = dict.fromkeys((*shared.SHARED_SECTIONS, *shared.SERVICE_SECTIONS, section))
+    sections = dict.fromkeys((*settings.SHARED_SECTIONS, *settings.SERVICE_SECTIONS, section))
     values: Tree = {}
     for name, content in document.items():
         if name not in sections:
@@ -213,11 +208,11 @@ def _file_source(path: Path, cls: type[Config], section: str) -> _Source:
             raise ConfigError(
                 f"{path}: {name} is a section, not a value", seen=content, allowed=f"[{name}]"
             )
-        if name in shared.SHARED_SECTIONS and name in cls.model_fields:
+        if name in settings.SHARED_SECTIONS and name in cls.model_fields:
             merge(values, {name: content})
 
     merge(values, document.get(section, {}))
-    return _Source(str(path), values)
+    return str(path), values
 
 
 def _override_source(text: str, cls: type[Config], section: str) -> _Source | None:
@@ -228,16 +223,12 @@ def _override_source(text: str, cls: type[Config], section: str) -> _Source | No
             "an override is key=value with a dotted key", seen=text, allowed="e.g. run.seed=1"
         )
     head, _, rest = key.partition(".")
-    if head not in cls.model_fields and rest and head in (section, *shared.SERVICE_SECTIONS):
+    if head not in cls.model_fields and rest and head in (section, *settings.SERVICE_SECTIONS):
         if head != section:
             return None
         key = rest
-    as_written = _wants_text(_annotation(cls, key)) and raw[:1] not in ("'", '"')
-    return _Source(f"override {text}", nested(key, raw if as_written else value_of(raw)))
-
-
-def _annotation(cls: type[Config], key: str) -> Any:
-    return next((annotation for known, annotation in shared.walk_fields(cls) if known == key), None)
+    as_written = _wants_text(dict(settings.walk_fields(cls)).get(key)) and raw[:1] not in ("'", '"')
+    return f"override {text}", nested(key, raw if as_written else value_of(raw))
 
 
 def _wants_text(annotation: Any) -> bool:
@@ -279,13 +270,6 @@ def _dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield from _dotted(value, f"{prefix}{key}.")
 
 
-def _refuse_unknown(cls: type[Config], source: _Source, section: str) -> None:
-    for key in _unknown((cls,), source.values):
-        keys = shared.known_keys(cls)
-        near = _nearest(key, keys) or _nearest(key.rpartition(".")[2], keys)
-        raise ConfigError(f"{source.name}: {section} has no setting {key}{near}", seen=key)
-
-
 def _unknown(
     classes: Sequence[type[Config]], values: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[str]:
@@ -298,7 +282,7 @@ def _unknown(
         children = [
             child
             for cls in holders
-            for child in shared.child_configs(cls.model_fields[key].annotation)
+            for child in settings.child_configs(cls.model_fields[key].annotation)
         ]
         if children and isinstance(value, dict):
             yield from _unknown(children, value, f"{prefix}{key}.")

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from paceline.config.shared import RunConfig
+from paceline.config import RunConfig
 from paceline.local.patience import patient
 from paceline.local.processes import child_environment, describe_exit, last_lines, last_words
 

@@ -13,7 +13,8 @@ import uvloop
 from rich.console import Console
 
 from paceline import telemetry
-from paceline.config import ServiceConfig, load_config, print_config
+from paceline.config import ServiceConfig
+from paceline.config.load import load_config, print_config
 from paceline.errors import ConfigError, PacelineError, ResourceExhausted, RunFailed
 from paceline.local import checks, hung, owner, ports, processes, redis, services, tokens
 from paceline.rpc import set_malloc_thresholds

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from paceline.config import SecurityConfig, ServiceConfig, load_config
+from paceline.config import SecurityConfig, ServiceConfig
+from paceline.config.load import load_config
 from paceline.errors import PacelineError
 from paceline.local.redis import Role, resolved, wait_redis
 from paceline.rpc import wait_healthy

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from paceline.config.shared import RunConfig
+from paceline.config import RunConfig
 from paceline.local import news, patience
 
 HUNG_S = RunConfig().hung_s

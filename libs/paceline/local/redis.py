@@ -28,7 +28,8 @@ from urllib.parse import quote, urlsplit
 from redis.exceptions import RedisError
 
 from paceline.addresses import loopback, spelled
-from paceline.config import RedisConfig, ServiceConfig, load_config
+from paceline.config import RedisConfig, ServiceConfig
+from paceline.config.load import load_config
 from paceline.errors import ConfigError, PacelineError, Unavailable
 from paceline.local import foreign_redis, owner, ports, processes, tokens, user_directory
 from paceline.streams.connection import connect, shown

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.config import load_config
+from paceline.config.load import load_config
 from paceline.local.services import SERVICES
 from paceline.plugins import import_object
 

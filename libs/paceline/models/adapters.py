@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.errors import DataLoss, WeightsError
 from paceline.models.loading import check_tensors, read_tensors, weight_files
-from paceline.weight_documents import ADAPTERS, DOCUMENTS
+from paceline.tensors import ADAPTERS, DOCUMENTS
 from paceline.whole_files import file_hash
 
 FILE = DOCUMENTS[ADAPTERS]

@@ -35,18 +35,22 @@ DEFAULTS = {
 WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "attention_multiplier": (),
     "attn_logit_softcapping": (),
+    "decoder_sparse_step": (1,),
     "embedding_multiplier": (1,),
     "final_logit_softcapping": (),
+    "hidden_act": ("silu",),
     "logit_scale": (1,),
     "logits_scaling": (1,),
     "mlp_bias": (False,),
+    "mlp_only_layers": ([],),
     "no_rope_layer_interval": (),
     "no_rope_layers": ([],),
+    "partial_rotary_factor": (1.0,),
     "query_pre_attn_scalar": (),
     "residual_multiplier": (1,),
     "use_qk_norm": (False,),
 }
-"""Keys of other models that change the mathematics -> values without an effect; null is one."""
+"""Keys that change the mathematics of a layer -> values without an effect; null is one."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 WINDOW, FULL_LAYERS = 4096, 28
@@ -219,12 +223,7 @@ def parse_config(raw: Mapping[str, Any], *, experts: bool = False) -> ModelConfi
 
 
 def _experts(raw: Mapping[str, Any]) -> dict[str, int]:
-    """Number of experts of a layer, number per token, and size of one. Raises InvalidInput if
-    layers differ.
-    """
-    for key, only in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
-        if raw.get(key) not in (None, only):
-            raise InvalidInput(f"{key} is not supported", seen=raw[key], allowed=only)
+    """Number of experts of a layer, number per token, and size of one."""
     # transformers 5 writes num_local_experts, earlier versions num_experts
     count = "num_experts" if "num_experts" in raw else "num_local_experts"
     experts = read_count(raw, count)
@@ -241,8 +240,6 @@ def _reject_unsupported(raw: Mapping[str, Any]) -> None:
         if value is not None and value not in neutral:
             allowed = ", ".join(map(str, neutral)) or "none"
             raise InvalidInput(f"{key} is not supported", seen=value, allowed=allowed)
-    if raw.get("hidden_act", "silu") != "silu":
-        raise InvalidInput("unknown hidden_act", seen=raw["hidden_act"], allowed="silu")
 
 
 def _reject_windows(raw: Mapping[str, Any]) -> None:
@@ -333,14 +330,7 @@ def _rope(raw: Mapping[str, Any]) -> RopeConfig:
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in ROPE_TYPES:
         raise InvalidInput("unknown rope_type", seen=kind, allowed=ROPE_TYPES)
-    for source in (raw, scaling):
-        if source.get("partial_rotary_factor") not in (None, 1, 1.0):
-            raise InvalidInput(
-                "partial_rotary_factor is not supported",
-                seen=source["partial_rotary_factor"],
-                allowed=1.0,
-            )
-
+    _reject_unsupported(scaling)
     rope = RopeConfig(
         theta=_number(scaling, "rope_theta", _number(raw, "rope_theta", 10_000.0)), kind=kind
     )

@@ -4,7 +4,7 @@ loading or scheduling.
 One function serves prefill and verification: a block of Q tokens for each of B cache slots, every
 row at its own positions. Only some tokens of a block may be computed, and a row's tokens may form a
 tree (`Layout`). Query, key and value projections are one matrix, gate and up another. Query and key
-heads are stored with interleaved halves (models/records.py), which changes no product of a query
+heads are stored with interleaved halves (models/loading.py), which changes no product of a query
 with a key.
 """
 
@@ -161,7 +161,9 @@ def make_block(
         visible = layout.visible
         if visible is None:
             visible = torch.arange(length, device=positions.device) <= positions[:, :, None]
-        mask = _bias(visible, config.group, cache.data.dtype)
+        bias = torch.zeros(visible.shape, dtype=cache.data.dtype, device=visible.device)
+        bias.masked_fill_(~visible, float("-inf"))
+        mask = bias.repeat_interleave(config.group, dim=1)[:, None]
 
     stored = positions if layout.stored is None else layout.stored
     index, cells = slots[:, None] * cache.capacity + stored, cache.cells(slots, stored)
@@ -185,13 +187,6 @@ def make_block(
     )
 
 
-def _bias(visible: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
-        ~visible, float("-inf")
-    )
-    return (bias.repeat_interleave(group, dim=1) if group > 1 else bias)[:, None]
-
-
 def _computed(rows: Tensor, kept: Tensor | None) -> Tensor:
     return rows if kept is None else rows.index_select(0, kept)
 
@@ -210,29 +205,18 @@ def layer_forward(
     """
     eps = config.rms_norm_eps
     qkv = project_inputs(layer, x, eps)
-    return finish_layer(layer, x, _attended(config, layer, qkv, cache, index, block), eps)
+    count = len(block.rotation)
+    queries = store(config, layer, qkv[:count], cache, index, block.rotation, block.cells)
+    attended = attend(config, queries, cache, index, block)
+    if spare := len(qkv) - count:
+        attended = functional.pad(attended, (0, 0, 0, spare))
+    return finish_layer(layer, x, attended, eps)
 
 
 def project_inputs(layer: LayerWeights, x: Tensor, eps: float) -> Tensor:
     """Queries, keys and values [N, (Nq + 2 Nkv) D] of a layer's x [N, H]."""
     inputs = x if layer.input_norm is None else _rms_norm(x, layer.input_norm, eps)
     return project(inputs, layer.qkv, layer.qkv_bias)
-
-
-def _attended(
-    config: ModelConfig,
-    layer: LayerWeights,
-    qkv: Tensor,
-    cache: StaticCache,
-    index: int,
-    block: Block,
-) -> Tensor:
-    """Attention of a layer [N, Nq D], zeros for rows after the block's. Modifies qkv."""
-    count = len(block.rotation)
-    queries = store(config, layer, qkv[:count], cache, index, block.rotation, block.cells)
-    attended = attend(config, queries, cache, index, block)
-    spare = len(qkv) - count
-    return functional.pad(attended, (0, 0, 0, spare)) if spare else attended
 
 
 def store(
@@ -248,9 +232,11 @@ def store(
 
     qkv [N, (Nq + 2 Nkv) D] is rotated in place; rotation, cells: see Block.
     """
-    queries = _rotated(config, layer, qkv, rotation)
-    cache.write(index, cells, qkv[:, config.num_heads * config.head_dim :])
-    return queries
+    heads, dim = config.num_heads + config.num_kv_heads, config.head_dim
+    qk = qkv[:, : heads * dim].view(-1, heads, dim)
+    rotate_heads(qk, layer.qk_norm, rotation, config.rms_norm_eps)
+    cache.write(index, cells, qkv[:, config.num_heads * dim :])
+    return qk[:, : config.num_heads]
 
 
 def finish_layer(layer: LayerWeights, x: Tensor, attended: Tensor, eps: float) -> Tensor:
@@ -284,16 +270,6 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return functional.rms_norm(x, weight.shape[-1:], weight, eps)
 
 
-def _rotated(config: ModelConfig, layer: LayerWeights, qkv: Tensor, rotation: Tensor) -> Tensor:
-    """Normalises and rotates queries and keys in place inside qkv [N, .]; returns the queries [N,
-    Nq, D], a view.
-    """
-    heads, dim = config.num_heads + config.num_kv_heads, config.head_dim
-    qk = qkv[:, : heads * dim].view(-1, heads, dim)
-    rotate_heads(qk, layer.qk_norm, rotation, config.rms_norm_eps)
-    return qk[:, : config.num_heads]
-
-
 def rotate_heads(heads: Tensor, norm: Tensor | None, rotation: Tensor, eps: float) -> None:
     """Normalises heads [..., D], interleaved, by norm [..., D] if given, and rotates them by
     rotation [..., D / 2], in place.
@@ -311,11 +287,8 @@ def attend(
     config: ModelConfig, queries: Tensor, cache: StaticCache, index: int, block: Block
 ) -> Tensor:
     """Attention of queries [N, Nq, D] over the cache, the block's own rows included: [N, Nq D]."""
-    batch = block.batch
-    tokens = block.tokens
-    kv = config.num_kv_heads
-    group = config.group
-    dim = config.head_dim
+    batch, tokens = block.batch, block.tokens
+    kv, group, dim = config.num_kv_heads, config.group, config.head_dim
     if block.keys:
         keys, values = block.keys[index], block.values[index]
     else:

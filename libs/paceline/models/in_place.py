@@ -1,7 +1,7 @@
 """Serves later versions of a model in the storages of the first (FlashRL; Liu et al. 2025). Every
 holder of a tensor, such as a view or a captured CUDA graph, then computes with the new numbers.
 
-A version is read, assembled and rounded tensor by tensor (records.py) into an unnamed file:
+A version is read, assembled and rounded tensor by tensor (loading.py) into an unnamed file:
 `staged`. Serving it is then one copy per tensor (`serve_staged`). This needs memory for the largest
 tensor as loaded; staged data is in the page cache and on the disk.
 
@@ -23,14 +23,14 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from paceline.errors import ResourceExhausted, WeightsError
+from paceline.errors import ResourceExhausted
 from paceline.models import loading
 from paceline.models.adapters import read_version
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import DecoderWeights, Matrix
-from paceline.models.profiles import PROFILES, Profile, check_profile
-from paceline.models.quantised import QuantisedMatrix, as_matrix
-from paceline.models.records import ServedTensor, model_records
+from paceline.models.profiles import Profile, chosen_profile
+from paceline.models.quantised import QuantisedMatrix
+from paceline.models.rope import rotation_table
 
 ALIGNED = 64
 """Alignment in bytes of each tensor in the file."""
@@ -53,7 +53,7 @@ class ServedModel:
     config: ModelConfig
     dtype: torch.dtype
     positions: int
-    """Rows of the rotation table."""
+    """Rows of the rotation table, at least the cache capacity."""
     profile: Profile | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     start: Path | None = None
@@ -64,48 +64,39 @@ class ServedModel:
         """Number format for the spans of tokens."""
         return self.profile.name if self.profile else str(self.dtype).removeprefix("torch.")
 
-    @property
-    def records(self) -> tuple[ServedTensor, ...]:
-        """Served tensors with their sources."""
-        return tuple(model_records(self.config))
-
     def under(self, profile: str) -> ServedModel:
         """The same model under a profile; "": not rounded. Raises InvalidInput for an
         unknown name.
         """
-        return replace(self, profile=PROFILES[check_profile(profile)] if profile else None)
+        return replace(self, profile=chosen_profile(profile))
 
     def load(self, path: Path) -> DecoderWeights:
         """Loads a version into new storages.
 
         Raises InvalidInput, DataLoss, WeightsError or ConfigError.
         """
-        return loading.build_weights(
-            self.config,
-            read_version(path, self.start),
-            dtype=self.dtype,
-            positions=self.positions,
-            device=self.device,
-            profile=self.profile,
-        )
+        return self.build(read_version(path, self.start))
 
-    def built(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Storages by name, one record after the other, for records with all parts present.
+    def build(self, tensors: Mapping[str, Tensor]) -> DecoderWeights:
+        """Builds a model in new memory, beside the serving weights. The largest tensor is
+        temporarily in memory twice. Embedding, norms and head are never rounded.
 
-        Raises WeightsError if only some parts of a record are present.
+        Raises WeightsError (see check_tensors) or as `quantised`.
         """
-        for record in self.records:
-            there = [part.name for part in record.parts if part.name in tensors]
-            if there and len(there) < len(record.parts):
-                lacking = [part.name for part in record.parts if part.name not in tensors]
-                raise WeightsError(
-                    f"{record.place} is served whole: {lacking[0]} is missing",
-                    seen=", ".join(there),
-                    allowed=", ".join(part.name for part in record.parts),
-                )
-            if there:
-                matrix = loading.built_of(record, tensors, self.dtype, self.device, self.profile)
-                yield from storages_of({record.place: matrix})
+        named = loading.checked_model(self.config, tensors)
+        built = {
+            record.place: record.built(named, self.dtype, self.device, self.profile)
+            for record in loading.model_records(self.config)
+        }
+        rotation = rotation_table(self.config.rope, self.config.head_dim, self.positions)
+        head_hash = loading.hash_head(named)
+        return loading.assembled(self.config, built, rotation.to(self.device), head_hash)
+
+    def _storages(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Storages of a checked model's tensors by name, built as they are requested."""
+        for record in loading.model_records(self.config):
+            matrix = record.built(tensors, self.dtype, self.device, self.profile)
+            yield from storages_of({record.place: matrix})
 
     def staged(self, path: Path) -> StagedWeights:
         """Reads a version. The file is in its directory if that is writable, else among temporary
@@ -115,8 +106,8 @@ class ServedModel:
         """
         named = loading.checked_model(self.config, read_version(path, self.start))
         with _unnamed_file(path) as file:
-            tensors = _written(file, self.built(named))
-        return StagedWeights(self.profile, tensors, loading.hash_head(loading.stored_head(named)))
+            tensors = _written(file, self._storages(named))
+        return StagedWeights(self.profile, tensors, loading.hash_head(named))
 
 
 def serve_staged(weights: DecoderWeights, staged: StagedWeights) -> DecoderWeights:
@@ -147,7 +138,7 @@ def beside(weights: DecoderWeights, staged: StagedWeights) -> DecoderWeights:
         own = tensor.to(device, copy=True)
         if kind == "values" and staged.profile is not None:
             scales = staged.tensors[f"{place}.scales"].to(device, copy=True)
-            built[place] = as_matrix(staged.profile, own, scales)
+            built[place] = QuantisedMatrix(own, scales, staged.profile)
         elif kind != "scales":
             built[name] = own
     return loading.assembled(weights.config, built, weights.rotation, staged.head_hash)

@@ -1,10 +1,16 @@
 """Loads checkpoints into DecoderWeights: strict names, strict shapes, finite numbers.
 
 Names and shapes are Hugging Face's. Errors are raised before any request is accepted.
+
+A ServedTensor records the sources of a served tensor in a checkpoint. It is the first of two
+records for an update in place (Liu et al. 2025, FlashRL). The second is the storages themselves
+(in_place.py). A transformation interleaves the heads of a tensor, joins rows of several tensors,
+and rounds the result. Each step is defined here once; shapes, loading and updates follow from it.
+Strides are contiguous throughout; dtypes are the permitted stored dtypes.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -13,11 +19,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.errors import DataLoss, InvalidInput, WeightsError
-from paceline.models.config import ModelConfig, read_config
+from paceline.models.config import ModelConfig
 from paceline.models.decoder import DecoderWeights, LayerWeights, Matrix
 from paceline.models.profiles import Profile
-from paceline.models.records import ServedTensor, input_norm_record, layer_records, model_records
-from paceline.models.rope import rotation_table
+from paceline.models.quantised import quantised
+from paceline.models.rope import interleave
 from paceline.tensors import head_hash
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -33,6 +39,114 @@ _BUFFERS = (
     *("embeddings.position_ids", "model.position_ids"),
 )
 """Name suffixes of buffers that older exporters store beside weights; models compute them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedTensor:
+    """A tensor of a checkpoint, before any transformation."""
+
+    name: str
+    shape: tuple[int, ...]
+    heads: int = 0
+    """Heads with halves to interleave along the rows; 0: none."""
+    repeated: int = 0
+    """Number of rows that repeat this vector; 0: it is served once, unchanged."""
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of the result."""
+        return self.repeated or self.shape[0]
+
+    def turned(self, stored: Tensor) -> Tensor:
+        """Its rows as served."""
+        found = interleave(stored, self.heads) if self.heads else stored
+        return found.expand(self.repeated, -1) if self.repeated else found
+
+
+@dataclass(frozen=True, slots=True)
+class ServedTensor:
+    """A tensor that the forward reads, with its sources: rows of its parts, in order."""
+
+    place: str
+    """A field of DecoderWeights or, as `layers.<index>.<field>`, of LayerWeights."""
+    parts: tuple[LoadedTensor, ...]
+    rounded: bool = False
+    """Whether a profile rounds it."""
+
+    def built(
+        self,
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        profile: Profile | None,
+    ) -> Matrix:
+        """Its numbers in new memory. Raises as `quantised`, with the first part's name."""
+        sizes = [part.rows for part in self.parts]
+        # A drafter's layer may read wider inputs than its config states.
+        first = tensors[self.parts[0].name].shape
+        width = first if self.parts[0].repeated else first[1:]
+        whole = torch.empty((sum(sizes), *width), dtype=dtype, device=device)
+        for part, rows in zip(self.parts, whole.split(sizes), strict=True):
+            rows.copy_(part.turned(tensors[part.name].detach()))
+        if not self.rounded or profile is None:
+            return whole
+        try:
+            return quantised(whole, profile)
+        except WeightsError as error:
+            raise error.within(self.parts[0].name) from error
+
+
+def layer_records(config: ModelConfig, prefix: str, place: str = "") -> Iterator[ServedTensor]:
+    """Records of one decoder layer. `prefix` (of names in the checkpoint) and `place` end with a
+    dot, unless empty.
+    """
+    hidden, dim, inner = config.hidden_size, config.head_dim, config.intermediate_size
+    heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": 0}
+    widths = {"q": config.num_heads * dim, "k": config.kv_width // 2, "v": config.kv_width // 2}
+
+    def attention(name: str, *shape: int, turned: int = 0, repeated: int = 0) -> LoadedTensor:
+        return LoadedTensor(f"{prefix}self_attn.{name}", shape, turned, repeated)
+
+    def mlp(name: str, *shape: int) -> LoadedTensor:
+        return LoadedTensor(f"{prefix}mlp.{name}_proj.weight", shape)
+
+    def fused(kind: str, *width: int) -> tuple[LoadedTensor, ...]:
+        return tuple(
+            attention(f"{one}_proj.{kind}", widths[one], *width, turned=heads[one]) for one in "qkv"
+        )
+
+    yield _norm(f"{place}input_norm", f"{prefix}input_layernorm", hidden)
+    yield ServedTensor(f"{place}qkv", fused("weight", hidden), rounded=True)
+    if config.qkv_bias:
+        yield ServedTensor(f"{place}qkv_bias", fused("bias"))
+    if config.qk_norm:
+        norms = [
+            attention(f"{one}_norm.weight", dim, turned=1, repeated=heads[one]) for one in "qk"
+        ]
+        yield ServedTensor(f"{place}qk_norm", tuple(norms))
+    output = attention("o_proj.weight", hidden, widths["q"])
+    yield ServedTensor(f"{place}output", (output,), rounded=True)
+    if config.output_bias:
+        yield ServedTensor(f"{place}output_bias", (attention("o_proj.bias", hidden),))
+    yield _norm(f"{place}post_norm", f"{prefix}post_attention_layernorm", hidden)
+    up = (mlp("gate", inner, hidden), mlp("up", inner, hidden))
+    yield ServedTensor(f"{place}gate_up", up, rounded=True)
+    yield ServedTensor(f"{place}down", (mlp("down", hidden, inner),), rounded=True)
+
+
+def model_records(config: ModelConfig) -> Iterator[ServedTensor]:
+    """All served tensors of a checkpoint; tied heads have only the embedding."""
+    table = (config.vocab_size, config.hidden_size)
+    yield ServedTensor("embed", (LoadedTensor("model.embed_tokens.weight", table),))
+    for index in range(config.num_layers):
+        yield from layer_records(config, f"model.layers.{index}.", f"layers.{index}.")
+    yield _norm("norm", "model.norm", config.hidden_size)
+    if not config.tie_word_embeddings:
+        yield ServedTensor("head", (LoadedTensor("lm_head.weight", table),))
+
+
+def _norm(place: str, name: str, width: int) -> ServedTensor:
+    return ServedTensor(place, (LoadedTensor(f"{name}.weight", (width,)),))
 
 
 def is_buffer(name: str) -> bool:
@@ -170,40 +284,14 @@ def fuse_layer(
     """LayerWeights from checkpoint tensors; input_norm is None if the checkpoint has none under the
     prefix.
     """
-    records = list(layer_records(config, prefix))
-    if f"{prefix}input_layernorm.weight" in tensors:
-        records.append(input_norm_record(config, prefix))
-    return layer_of({one.place: one.built(tensors, dtype, device, None) for one in records})
+    there = [one for one in layer_records(config, prefix) if one.parts[0].name in tensors]
+    return layer_of({one.place: one.built(tensors, dtype, device, None) for one in there})
 
 
-def layer_of(built: Mapping[str, Matrix]) -> LayerWeights:
-    """The layer with these fields; missing fields are None."""
-    return LayerWeights(**{one.name: built.get(one.name) for one in fields(LayerWeights)})  # type: ignore[arg-type]
-
-
-def build_weights(
-    config: ModelConfig,
-    tensors: Mapping[str, Tensor],
-    *,
-    dtype: torch.dtype,
-    positions: int,
-    device: torch.device | None = None,
-    profile: Profile | None = None,
-) -> DecoderWeights:
-    """Builds DecoderWeights in new memory, beside the serving weights. The largest tensor is
-    temporarily in memory twice.
-
-    `positions`: rows of the rotation table, at least the cache capacity. `profile`: number format
-    of the layers' matrices (models/profiles.py). Embedding, norms and head are never rounded.
-    Raises WeightsError (see check_tensors) or as `quantised`.
-    """
-    device = device or torch.device("cpu")
-    named = checked_model(config, tensors)
-    built = {
-        one.place: built_of(one, named, dtype, device, profile) for one in model_records(config)
-    }
-    rotation = rotation_table(config.rope, config.head_dim, positions).to(device)
-    return assembled(config, built, rotation, hash_head(stored_head(named)))
+def layer_of(built: Mapping[str, Matrix], place: str = "") -> LayerWeights:
+    """The layer whose fields follow `place` in their names; missing fields are None."""
+    names = [one.name for one in fields(LayerWeights)]
+    return LayerWeights(**{name: built.get(f"{place}{name}") for name in names})  # type: ignore[arg-type]
 
 
 def checked_model(config: ModelConfig, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -215,68 +303,19 @@ def checked_model(config: ModelConfig, tensors: Mapping[str, Tensor]) -> Mapping
     return tensors
 
 
-def stored_head(named: Mapping[str, Tensor]) -> Tensor:
-    """The head of a checked model as it is stored."""
-    return named.get("lm_head.weight", named["model.embed_tokens.weight"])
-
-
-def built_of(
-    record: ServedTensor,
-    tensors: Mapping[str, Tensor],
-    dtype: torch.dtype,
-    device: torch.device,
-    profile: Profile | None,
-) -> Matrix:
-    """The served tensor of a record; a WeightsError names the tensor."""
-    try:
-        return record.built(tensors, dtype, device, profile)
-    except WeightsError as error:
-        raise error.within(record.parts[0].name) from error
-
-
 def assembled(
     config: ModelConfig, built: Mapping[str, Matrix], rotation: Tensor, head_hash: str
 ) -> DecoderWeights:
     """The model from its built tensors, by place."""
-    embed, head = built["embed"], built.get("head", built["embed"])
-    norm = built["norm"]
+    embed, norm, head = built["embed"], built["norm"], built.get("head", built["embed"])
     assert isinstance(embed, Tensor)
-    assert isinstance(head, Tensor)
     assert isinstance(norm, Tensor)
-    layers = []
-    for index in range(config.num_layers):
-        place = f"layers.{index}."
-        own = {
-            name.removeprefix(place): one for name, one in built.items() if name.startswith(place)
-        }
-        layers.append(layer_of(own))
-    return DecoderWeights(
-        config=config,
-        embed=embed,
-        layers=tuple(layers),
-        norm=norm,
-        head=head,
-        rotation=rotation,
-        head_hash=head_hash,
-    )
+    assert isinstance(head, Tensor)
+    layers = tuple(layer_of(built, f"layers.{index}.") for index in range(config.num_layers))
+    return DecoderWeights(config, embed, layers, norm, head, rotation, head_hash)
 
 
-def hash_head(head: Tensor) -> str:
-    """Hash of a head's bytes in its present dtype."""
+def hash_head(named: Mapping[str, Tensor]) -> str:
+    """Hash of the bytes of a model's head as it is stored."""
+    head = named.get("lm_head.weight", named["model.embed_tokens.weight"])
     return head_hash(head.detach().cpu().contiguous().view(torch.uint8).numpy().reshape(-1).data)
-
-
-def load_model(
-    directory: Path, *, dtype: torch.dtype, positions: int | None = None
-) -> DecoderWeights:
-    """A checkpoint directory as DecoderWeights.
-
-    Raises InvalidInput, DataLoss or WeightsError.
-    """
-    config = read_config(directory)
-    return build_weights(
-        config,
-        read_tensors(directory),
-        dtype=dtype,
-        positions=positions or config.max_position_embeddings,
-    )

@@ -8,7 +8,7 @@ largest weight / 448, the largest number of e4m3 (Micikevicius et al. 2022, arXi
 torchao's tensor subclasses are not used. Each of their products takes 10-20 us of Python dispatch,
 more than a whole product of a small model (4 us). They also never reach the fused CPU kernel below.
 
-Int8Matrix has two products on a CPU. Times are on one core with AVX-512, relative to a plain matrix
+`int8` has two products on a CPU. Times are on one core with AVX-512, relative to a plain matrix
 in bfloat16:
 - bfloat16 and at most FUSED_ROWS rows: torch's fused kernel, which reads eight bits per weight.
   From 512 x 1408 on it takes 0.5-0.7 of the time for one row, and 1.5 for eight rows in a warm
@@ -19,7 +19,7 @@ A step of 8 layers of 512 x 1408 exceeds the caches. One row: 9.9 -> 5.6 ms in f
 3.4 ms in bfloat16. Eight rows: 16 -> 14 ms, 11 -> 9 ms. If the weights fit into the caches, float32
 gains nothing.
 
-A row of the fused product, and of a product of integers (RoundedMatrix), is independent of the
+A row of the fused product, and of a product of integers (`int8_w8a8`), is independent of the
 other rows. The other products round like a plain matrix. In float32, draws differ at near-ties
 only; in bfloat16, they may differ between batch shapes.
 """
@@ -56,78 +56,56 @@ class QuantisedMatrix:
     """int8 or float8_e4m3fn [N, K]"""
     scales: Tensor
     """[N], or [1] for all rows; the activations' dtype"""
+    profile: Profile
 
     def product(self, x: Tensor) -> Tensor:
         """x W^T: [M, N] of activations x [M, K]."""
-        raise NotImplementedError
+        return _PRODUCTS[self.profile.name](x, self.values, self.scales)
 
     def whole(self) -> Tensor:
         """W as used in the product, float32 [N, K]."""
         return self.values.float() * self.scales.float()[:, None]
 
 
-class Int8Matrix(QuantisedMatrix):
+def _int8_product(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
     """int8 weights, unrounded activations."""
-
-    __slots__ = ()
-
-    def product(self, x: Tensor) -> Tensor:
-        """See QuantisedMatrix.product."""
-        if x.dtype == torch.bfloat16 and x.shape[0] <= FUSED_ROWS and x.device.type == "cpu":
-            return torch._weight_int8pack_mm(x, self.values, self.scales)
-        return functional.linear(x, self.values.to(x.dtype)).mul_(self.scales)
+    if x.dtype == torch.bfloat16 and x.shape[0] <= FUSED_ROWS and x.device.type == "cpu":
+        return torch._weight_int8pack_mm(x, values, scales)
+    return functional.linear(x, values.to(x.dtype)).mul_(scales)
 
 
-class RoundedMatrix(QuantisedMatrix):
+def _rounded_product(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
     """int8 weights; activations are rounded to int8 with a scale for each row of x: its largest
     number / 127.
 
     The product sums integers without rounding, so it is the same on every device.
     """
-
-    __slots__ = ()
-
-    def product(self, x: Tensor) -> Tensor:
-        """See QuantisedMatrix.product."""
-        exact = x.float()
-        step = exact.abs().amax(1, keepdim=True).clamp_(min=EPSILON).div_(LARGEST)
-        product = _whole_product((exact / step).round_(), self.values)
-        return product.mul_(step).mul_(self.scales.float()).to(x.dtype)
+    exact = x.float()
+    step = exact.abs().amax(1, keepdim=True).clamp_(min=EPSILON).div_(LARGEST)
+    product = _whole_product((exact / step).round_(), values)
+    return product.mul_(step).mul_(scales.float()).to(x.dtype)
 
 
-class Fp8Matrix(QuantisedMatrix):
+def _fp8_product(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
     """e4m3 weights; activations unrounded on the CPU, e4m3 per row of x on CUDA."""
-
-    __slots__ = ()
-
-    def product(self, x: Tensor) -> Tensor:
-        """See QuantisedMatrix.product."""
-        if x.device.type == "cuda":
-            return self._on_tensor_cores(x)
+    if x.device.type != "cuda":
         # 256: see _in_half.
-        return functional.linear(x, _in_half(self.values).to(x.dtype)).mul_(self.scales * 256)
-
-    def _on_tensor_cores(self, x: Tensor) -> Tensor:
-        step = x.float().abs().amax(1, keepdim=True).clamp_(min=EPSILON).div_(E4M3_LARGEST)
-        rounded = (x.float() / step).clamp_(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn)
-        scales = self.scales.float().expand(len(self.values))[None].contiguous()
-        # Row-wise scales require a result in bfloat16.
-        return torch._scaled_mm(
-            rounded, self.values.t(), scale_a=step, scale_b=scales, out_dtype=torch.bfloat16
-        ).to(x.dtype)
+        return functional.linear(x, _in_half(values).to(x.dtype)).mul_(scales * 256)
+    step = x.float().abs().amax(1, keepdim=True).clamp_(min=EPSILON).div_(E4M3_LARGEST)
+    rounded = (x.float() / step).clamp_(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn)
+    rows = scales.float().expand(len(values))[None].contiguous()
+    # Row-wise scales require a result in bfloat16.
+    return torch._scaled_mm(
+        rounded, values.t(), scale_a=step, scale_b=rows, out_dtype=torch.bfloat16
+    ).to(x.dtype)
 
 
-_KINDS: dict[str, type[QuantisedMatrix]] = {
-    "int8": Int8Matrix,
-    "int8_w8a8": RoundedMatrix,
-    "fp8_channel": Fp8Matrix,
-    "fp8_tensor": Fp8Matrix,
+_PRODUCTS = {
+    "int8": _int8_product,
+    "int8_w8a8": _rounded_product,
+    "fp8_channel": _fp8_product,
+    "fp8_tensor": _fp8_product,
 }
-
-
-def as_matrix(profile: Profile, values: Tensor, scales: Tensor) -> QuantisedMatrix:
-    """Numbers of a profile as a matrix with products."""
-    return _KINDS[profile.name](values, scales)
 
 
 def quantised(weight: Tensor, profile: Profile) -> QuantisedMatrix:
@@ -156,7 +134,7 @@ def quantised(weight: Tensor, profile: Profile) -> QuantisedMatrix:
         ):
             exact = (part.float() / own.float()[:, None]).clamp_(-E4M3_LARGEST, E4M3_LARGEST)
             out.copy_(exact.to(out.dtype))
-    return as_matrix(profile, values, scales)
+    return QuantisedMatrix(values, scales, profile)
 
 
 def _int8(weight: Tensor, out: Tensor) -> Tensor:

@@ -47,34 +47,6 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class PenaltyParams:
-    """Strengths of B rows, float32 [B] each."""
-
-    repetition: Tensor
-    """r > 0; 1 = off"""
-    frequency: Tensor
-    """f; 0 = off"""
-    presence: Tensor
-    """p; 0 = off"""
-
-    @classmethod
-    def of(
-        cls,
-        repetition: Sequence[float],
-        frequency: Sequence[float],
-        presence: Sequence[float],
-        device: torch.device | None = None,
-    ) -> PenaltyParams:
-        """Rows from plain numbers."""
-        return cls(
-            *(
-                torch.tensor(one, dtype=torch.float32, device=device)
-                for one in (repetition, frequency, presence)
-            )
-        )
-
-
 def node_counts(base: Tensor, token_ids: Tensor, parents: Tensor | None = None) -> Tensor:
     """Counts of the response's tokens at every node of a draft chain or tree.
 
@@ -114,20 +86,22 @@ def node_depths(token_ids: Tensor, parents: Tensor | None = None) -> Tensor:
 
 
 def penalised(
-    logits: Tensor, prompt_holds: Tensor, counts: Tensor, params: PenaltyParams
+    logits: Tensor,
+    prompt_holds: Tensor,
+    counts: Tensor,
+    strengths: Sequence[tuple[float, float, float]],
 ) -> Tensor:
     """Steps 1 and 2 of the module docstring.
 
-    logits [B, Q, V]; prompt_holds bool [B, V]; counts [B, Q, V] of the response's tokens. Returns
-    float32 [B, Q, V].
+    logits [B, Q, V]; prompt_holds bool [B, V]; counts [B, Q, V] of the response's tokens;
+    strengths: (r, f, p) of each row, (1, 0, 0) is off. Returns float32 [B, Q, V].
     """
-    repetition, frequency, presence = (
-        one[:, None, None] for one in (params.repetition, params.frequency, params.presence)
-    )
-    logits, said = logits.float(), counts > 0
+    rows = torch.tensor(strengths, dtype=torch.float32, device=logits.device)
+    repetition, frequency, presence = rows.t()[:, :, None, None]
+    logits, drawn = logits.float(), counts > 0
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits = torch.where(said | prompt_holds[:, None], repeated, logits)
-    return logits - frequency * counts - presence * said
+    logits = torch.where(drawn | prompt_holds[:, None], repeated, logits)
+    return logits - frequency * counts - presence * drawn
 
 
 def add_bias_(logits: Tensor, token_ids: Tensor, values: Tensor) -> None:

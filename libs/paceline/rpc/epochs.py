@@ -9,8 +9,7 @@ from collections import OrderedDict
 from enum import StrEnum
 from pathlib import Path
 
-from paceline.config import SecurityConfig
-from paceline.config.shared import RUN_ID
+from paceline.config import RUN_ID, SecurityConfig
 from paceline.errors import DataLoss, InvalidInput, StaleEpoch
 from paceline.rpc.status import NOT_ALLOWED
 from paceline.v1.trajectory_pb2 import CommandContext

@@ -10,7 +10,7 @@ the k-th MASK is lm_head's input for token t + 1 + k. Queries are from the block
 values are from the context and the block; all positions of a block see each other.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -20,12 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.config import Config
-from paceline.errors import InvalidInput
-from paceline.models import products
+from paceline.errors import ConfigError, InvalidInput
+from paceline.models import cache, decoder, loading, products
 from paceline.models.config import ModelConfig, parse_config, read_count
-from paceline.models.inner_layers import check_inner_layers, dflash_inner_layers
-from paceline.speculators import kinds, layer_net, net, packed
-from paceline.speculators.losses import Targets, target_losses
+from paceline.speculators import base, kinds, layer_drafter, layer_net, net, net_drafter, packed
 
 KIND = kinds.SPECULATORS["dflash"]
 (ARCHITECTURE,) = KIND.architectures
@@ -43,16 +41,11 @@ _VARIANTS = (
 class DflashShape:
     """The shape that a checkpoint fixes."""
 
-    config: ModelConfig
-    """Shape of a layer, and number of layers."""
-    inner: tuple[int, ...]
-    """The drafter reads the inputs of these target layers, ascending."""
-    block_size: int
-    """Tokens of a block, B: the last drawn token and B - 1 drafts."""
-    mask_token_id: int
-    """Row of the target's embedding in place of a token to be drafted."""
+    config: ModelConfig  # of a layer, with the number of layers
+    inner: tuple[int, ...]  # target layers whose inputs it reads, ascending
+    block_size: int  # tokens of a block, B: the last drawn token and B - 1 drafts
+    mask_token_id: int  # row of the target's embedding in place of a token to be drafted
     target_layers: int
-    """Number of layers of its target."""
 
 
 def default_mask(target: ModelConfig) -> int:
@@ -65,45 +58,8 @@ def default_mask(target: ModelConfig) -> int:
     return next((one for one in ids if one not in target.eos_token_ids), 0)
 
 
-def check_mask(mask_token_id: int, target: ModelConfig) -> None:
-    """Raises InvalidInput for an id outside the target's embedding."""
-    if not 0 <= mask_token_id < target.vocab_size:
-        raise InvalidInput(
-            "mask_token_id is no row of the target's embedding",
-            seen=mask_token_id,
-            allowed=f"0 to {target.vocab_size - 1}",
-        )
-
-
-def parse_dflash(raw: Mapping[str, Any], target: ModelConfig) -> DflashShape:
-    """The shape in a config.json. Raises InvalidInput with the key that does not match the target
-    or requests an unsupported variant.
-    """
-    own = layer_net.open_config(raw, KIND, "dflash_config", _VARIANTS)
-    net.check_fit(raw, {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size})
-    if own.get("num_target_layers", target.num_layers) != target.num_layers:
-        raise InvalidInput(
-            "num_target_layers of drafter and target differ",
-            seen=own["num_target_layers"],
-            allowed=target.num_layers,
-        )
-
-    mask = read_count(own, "mask_token_id", least=0)
-    check_mask(mask, target)
-    config = parse_config({**raw, "architectures": ["Qwen3ForCausalLM"]})
-    return DflashShape(
-        replace(config, max_position_embeddings=target.max_position_embeddings),
-        layer_net.inner_of(raw, KIND, target, "target_layer_ids"),
-        read_count(own, "block_size", least=2, most=LARGEST_BLOCK),
-        mask,
-        target.num_layers,
-    )
-
-
 JUDGED_TOGETHER = 16
-"""Blocks per forward for rows with a block at each position. It is small, so that a caller that
-computes in short pieces can pause between two forwards.
-"""
+"""Blocks per forward of `chain_states`; few, so that its caller can pause between two forwards."""
 
 
 class DflashOptions(Config):
@@ -119,7 +75,7 @@ class DflashOptions(Config):
     """Row of the target's embedding that stands for a token to be drafted; none: the last one that
     ends no sequence.
     """
-    targets: Targets = "distribution"
+    targets: net.Targets = "distribution"
     """What a position learns: the policy's token, or the distribution it was drawn from."""
     gamma: float = Field(default=4.0, gt=0)
     """Draft k weighs exp(-(k - 1) / gamma) in the loss."""
@@ -136,9 +92,9 @@ class DflashLayer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.input_layernorm = layer_net.RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = layer_net.Attention(config, config.hidden_size)
-        self.post_attention_layernorm = layer_net.RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = layer_net.SwiGlu(config)
 
     def forward(
@@ -170,14 +126,20 @@ class DflashNet(layer_net.LayerNet):
 
     def __init__(self, shape: DflashShape, options: DflashOptions, *, seed: int = 0) -> None:
         super().__init__()
+        if not 0 <= shape.mask_token_id < shape.config.vocab_size:
+            raise InvalidInput(
+                "mask_token_id is no row of the target's embedding",
+                seen=shape.mask_token_id,
+                allowed=f"0 to {shape.config.vocab_size - 1}",
+            )
         self.shape, self.config, self.options = shape, shape.config, options
         self.depth, self.ahead = shape.config.num_layers, shape.block_size
         self.inner = shape.inner
         hidden, eps = shape.config.hidden_size, shape.config.rms_norm_eps
         self.fc = products.Linear(len(shape.inner) * hidden, hidden, bias=False)
-        self.hidden_norm = layer_net.RmsNorm(hidden, eps)
+        self.hidden_norm = nn.RMSNorm(hidden, eps=eps)
         self.layers = nn.ModuleList(DflashLayer(shape.config) for _ in range(self.depth))
-        self.norm = layer_net.RmsNorm(hidden, eps)
+        self.norm = nn.RMSNorm(hidden, eps=eps)
         layer_net.reset_weights(self, seed)
 
     @classmethod
@@ -188,14 +150,11 @@ class DflashNet(layer_net.LayerNet):
         InvalidInput for a MASK outside its embedding.
         """
         mask = options.mask_token_id
-        mask = default_mask(target) if mask is None else mask
-        check_mask(mask, target)
-        check_inner_layers(options.inner_layers, target.num_layers)
         shape = DflashShape(
             layer_net.drafter_shape(target, "qwen3", options.layers),
-            options.inner_layers or dflash_inner_layers({}, target.num_layers),
+            kinds.inner_layers(target.num_layers, options.inner_layers, "DFlash"),
             options.block_size,
-            mask,
+            default_mask(target) if mask is None else mask,
             target.num_layers,
         )
         return cls(shape, options, seed=seed)
@@ -205,9 +164,25 @@ class DflashNet(layer_net.LayerNet):
         """See DraftNet.parse; the shape is the checkpoint's, the learning settings are the
         options'.
 
-        Raises InvalidInput for another block size than the checkpoint was trained for.
+        Raises InvalidInput with the key that does not match the target or requests an unsupported
+        variant, and for another block size than the checkpoint was trained for.
         """
-        shape = parse_dflash(raw, target)
+        own = layer_net.open_config(raw, KIND, "dflash_config", _VARIANTS)
+        net.check_fit(raw, {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size})
+        if own.get("num_target_layers", target.num_layers) != target.num_layers:
+            raise InvalidInput(
+                "num_target_layers of drafter and target differ",
+                seen=own["num_target_layers"],
+                allowed=target.num_layers,
+            )
+        config = parse_config({**raw, "architectures": ["Qwen3ForCausalLM"]})
+        shape = DflashShape(
+            replace(config, max_position_embeddings=target.max_position_embeddings),
+            layer_net.inner_of(raw, KIND, target, "target_layer_ids"),
+            read_count(own, "block_size", least=2, most=LARGEST_BLOCK),
+            read_count(own, "mask_token_id", least=0),
+            target.num_layers,
+        )
         asked = options.block_size
         if "block_size" in options.model_fields_set and asked != shape.block_size:
             raise InvalidInput(
@@ -217,18 +192,10 @@ class DflashNet(layer_net.LayerNet):
             )
         return cls(shape, options)
 
-    def twin(self) -> Self:
-        """See DraftNet.twin."""
-        return type(self)(self.shape, self.options)
-
     @property
     def drafts(self) -> int:
         """Drafts of a block, B - 1."""
         return self.shape.block_size - 1
-
-    def shards(self) -> tuple[nn.Module, ...]:
-        """See DraftNet.shards."""
-        return tuple(self.layers)
 
     # ---- checkpoints
 
@@ -260,7 +227,7 @@ class DflashNet(layer_net.LayerNet):
         anchors = self.anchors(row)
         blocks, places, drafts = self._taught(row, anchors)
         logits = self.logits(self.states(row, anchors)[blocks, drafts])
-        losses, right = target_losses(logits, row, self.head, places, self.options.targets)
+        losses, right = net.target_losses(logits, row, self.head, places, self.options.targets)
         weights = torch.exp(-drafts / self.options.gamma)
         sums = losses.new_zeros(self.drafts).index_add(0, drafts, losses.detach())
         terms = {f"loss_{draft}": one for draft, one in enumerate(sums)}
@@ -322,6 +289,111 @@ class DflashNet(layer_net.LayerNet):
             x = layer(x, context, of_blocks, of_context, parts)
         return self.norm(x[:, 1:])
 
-    def logits(self, states: Tensor) -> Tensor:
-        """lm_head of states [..., H] -> [..., V]."""
-        return products.linear(states, self.head.to(states.dtype))
+
+class DflashDrafter(layer_drafter.CachedDrafter[DflashNet]):
+    """The speculator "dflash": one forward for all drafts of a round.
+
+    Keys and values of the context are computed once per token and layer, and stay in the cache.
+    During drafting, the block's keys and values follow them in the cache. The next context rows
+    overwrite the part of the block that could still be visible.
+    """
+
+    net = DflashNet
+
+    def __init__(self, setup: base.SpeculatorSetup) -> None:
+        """Raises the errors of CachedDrafter, and ConfigError when an arm drafts more tokens than a
+        block has.
+        """
+        super().__init__(setup)
+        if setup.steps > self._net.drafts:
+            raise ConfigError(
+                "an arm asks for more drafts than the checkpoint's block was trained for",
+                seen=setup.steps,
+                allowed=f"1 to {self._net.drafts} (block_size - 1)",
+            )
+
+    def _fuse(self, net: DflashNet) -> None:
+        tensors = {name: value.detach() for name, value in net.state_dict().items()}
+        self._fc, self._hidden_norm, self._norm = (
+            tensors[f"{name}.weight"].to(self._device, self._dtype)
+            for name in ("fc", "hidden_norm", "norm")
+        )
+        self._stack = tuple(
+            loading.fuse_layer(self._config, tensors, prefix, self._dtype, self._device)
+            for prefix in (f"layers.{index}." for index in range(self._config.num_layers))
+        )
+        heads, projections, norms = self._config.num_heads, [], []
+        for layer in self._stack:
+            assert isinstance(layer.qkv, Tensor)
+            assert layer.qk_norm is not None
+            projections.append(layer.qkv[heads * self._config.head_dim :])
+            norms.append(layer.qk_norm[heads:])
+        self._context = torch.cat(projections)  # to keys and values of all layers
+        self._key_norms = torch.stack(norms)
+
+    def propose(self, batch: base.DraftBatch, shape: base.DraftShape) -> base.Drafts:
+        """The most likely token at each position, or a tree of the most likely tokens; at most B -
+        1 levels. See Speculator.propose.
+        """
+        self.catch_up(batch)
+        lacking = self._lacking(batch.slots, batch.lengths)
+        if lacking > 0:
+            self._feed(batch, batch.slots, batch.lengths, lacking)
+        shape = replace(shape, steps=min(shape.steps, self._net.drafts))
+        logits = products.linear(self._block_states(batch, shape.steps), self._target.head)
+        if shape.topk > 1:
+            levels = net_drafter.logprobs(logits)  # equal under all nodes of a level
+            return net_drafter.grow_tree(
+                levels[:, 0],
+                lambda beam: levels[:, beam.level, None].expand(-1, beam.tokens.shape[1], -1),
+                shape,
+            )
+        if batch.sampler is not None:
+            return self._chain(batch, shape, logits[:, 0], lambda step, tokens: logits[:, step])
+        shares, tokens = torch.softmax(logits.float(), dim=-1).max(dim=-1)
+        scores = shares.cumprod(dim=1)
+        if shape.floor > 0:
+            # The first level below the floor is still returned, as in drafters that stop there.
+            kept = 1 + int((scores[:, :-1] >= shape.floor).any(0).sum())
+            tokens, scores = tokens[:, :kept], scores[:, :kept]
+        return base.Drafts(tokens, scores)
+
+    def _block_states(self, batch: base.DraftBatch, steps: int) -> Tensor:
+        """[B, steps, H]: the head's inputs at the first MASKs of every sequence's block."""
+        net, device = self._net, self._device
+        size, count = net.shape.block_size, len(batch.slots)
+        bases = torch.tensor(batch.lengths, device=device) - 1
+        length = max(batch.lengths) - 1 + size
+        seen = torch.arange(length, device=device) < (bases + size)[:, None]
+        block = decoder.make_block(
+            self._config,
+            self._rotation,
+            self._cache,
+            cache.cache_rows(batch.slots),
+            bases[:, None] + torch.arange(size, device=device),
+            length,
+            decoder.Layout(visible=seen[:, None].expand(count, size, length)),
+        )
+        tokens = batch.token_ids.new_full((count, size), net.shape.mask_token_id)
+        tokens[:, 0] = batch.token_ids[torch.tensor(batch.slots, device=device), bases]
+        x = functional.embedding(tokens.view(-1), self._target.embed)
+        for index, layer in enumerate(self._stack):
+            x = decoder.layer_forward(self._config, layer, x, self._cache, index, block)
+        return self._normed(x.view(count, size, -1)[:, 1 : steps + 1], self._norm)
+
+    def _feed(
+        self, batch: base.DraftBatch, slots: Sequence[int], lengths: Sequence[int], rows: int
+    ) -> Tensor:
+        """See CachedDrafter; returns the context [B R, H] of the given rows."""
+        config = self._config
+        index, positions, states = self._known_rows(batch, slots, lengths, rows)
+        context = self._normed(products.linear(states, self._fc), self._hidden_norm)
+        projected = products.linear(context, self._context).view(len(context), len(self._stack), -1)
+        width = config.num_kv_heads * config.head_dim
+        rotation = self._rotation[positions.flatten()][:, None, None]
+        keys = projected[..., :width].unflatten(-1, (config.num_kv_heads, -1))
+        decoder.rotate_heads(keys, self._key_norms, rotation, config.rms_norm_eps)
+        cells = self._cache.cells(index[:, 0], positions).view(-1)
+        for layer in range(len(self._stack)):
+            self._cache.write(layer, cells, projected[:, layer])
+        return context

@@ -9,7 +9,7 @@ layer's own output before the final norm.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
@@ -19,13 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.config import Config
-from paceline.errors import InvalidInput
+from paceline.errors import InvalidInput, WeightsError
 from paceline.models import decoder, loading, products
 from paceline.models.config import ModelConfig, parse_config
-from paceline.models.inner_layers import INNER_STATES, inner_layers
-from paceline.speculators import draft_vocabulary, kinds, layer_drafter, layer_net, packed
-from paceline.speculators.losses import draft_losses, teacher_of
-from paceline.speculators.net import Objective
+from paceline.speculators import kinds, layer_drafter, layer_net, net, packed
 
 KIND = kinds.SPECULATORS["eagle3"]
 (ARCHITECTURE,) = KIND.architectures
@@ -39,34 +36,60 @@ _VARIANTS = (
 """Switches of networks with other tensors or another recurrence; the published one has none."""
 
 
-def parse_eagle3(
-    raw: Mapping[str, Any], target: ModelConfig
-) -> tuple[ModelConfig, tuple[int, ...], int]:
-    """The layer's shape, the inner states and the draft vocabulary's size of a config.json. Raises
-    InvalidInput with the key that does not match the target or requests an unsupported variant.
+def frequent_tokens(counts: Tensor, size: int) -> Tensor:
+    """The most frequent tokens: int64 [size] token ids, ascending. Among equal counts the lower id
+    is chosen.
+
+    counts int64 [V]: how often each token was a drafting target. Raises InvalidInput.
     """
-    own = layer_net.open_config(raw, KIND, "eagle_config", _VARIANTS)
-    layer_net.check_one_layer(raw, target)
-    if own.get("use_aux_hidden_state") is False:
-        raise InvalidInput("use_aux_hidden_state is not supported", seen=False, allowed=True)
-    if raw.get("target_hidden_size", target.hidden_size) != target.hidden_size:
-        raise InvalidInput(
-            "target_hidden_size differs", seen=raw["target_hidden_size"], allowed=target.hidden_size
+    if not 0 < size <= len(counts):
+        raise InvalidInput("size of a draft vocabulary", seen=size, allowed=f"1 to {len(counts)}")
+    return counts.argsort(descending=True, stable=True)[:size].sort().values
+
+
+def token_maps(token_ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """d2t int64 [Vd], offsets: token id = draft id + d2t[draft id]; and t2d bool [V]. Both are from
+    ascending ids [Vd].
+    """
+    draft_ids = torch.arange(len(token_ids), device=token_ids.device)
+    drafted = torch.zeros(vocab_size, dtype=torch.bool, device=token_ids.device)
+    drafted[token_ids] = True
+    return token_ids - draft_ids, drafted
+
+
+def check_maps(d2t: Tensor, t2d: Tensor) -> None:
+    """Raises WeightsError when d2t leaves the vocabulary, is not ascending, or
+    disagrees with t2d.
+    """
+    token_ids = d2t + torch.arange(len(d2t), device=d2t.device)
+    outside = token_ids[(token_ids < 0) | (token_ids >= len(t2d))]
+    if len(outside):
+        raise WeightsError(
+            "d2t names a token outside the vocabulary",
+            seen=int(outside[0]),
+            allowed=f"< {len(t2d)}",
         )
 
-    size = raw.get("draft_vocab_size")
-    if type(size) is not int or not 0 < size <= target.vocab_size:
-        allowed = f"1 to {target.vocab_size}: the rows of its own lm_head"
-        raise InvalidInput(
-            "draft_vocab_size", seen="(none)" if size is None else size, allowed=allowed
+    if bool((token_ids.diff() <= 0).any()):
+        raise WeightsError(
+            "d2t is not ascending", seen=token_ids[:8].tolist(), allowed="ascending token ids"
         )
 
-    config = parse_config({**raw, "architectures": ["LlamaForCausalLM"]})
-    return (
-        replace(config, max_position_embeddings=target.max_position_embeddings),
-        layer_net.inner_of(raw, KIND, target, "eagle_aux_hidden_state_layer_ids"),
-        size,
-    )
+    if not torch.equal(token_maps(token_ids, len(t2d))[1], t2d):
+        raise WeightsError(
+            "t2d and d2t name other tokens",
+            seen=f"t2d: {int(t2d.sum())} tokens",
+            allowed=f"the {len(d2t)} of d2t",
+        )
+
+
+def over_tokens(logits: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
+    """Logits [..., V] by token, from logits [..., Vd] of the tokens int64 [Vd]; -inf for all other
+    tokens.
+    """
+    full = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
+    full[..., token_ids] = logits
+    return full
 
 
 class Eagle3Options(Config):
@@ -91,10 +114,10 @@ class Eagle3Layer(nn.Module):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self.norm_before_residual = norm_before_residual
-        self.input_layernorm = layer_net.RmsNorm(width, eps)
-        self.hidden_norm = layer_net.RmsNorm(width, eps)
+        self.input_layernorm = nn.RMSNorm(width, eps=eps)
+        self.hidden_norm = nn.RMSNorm(width, eps=eps)
         self.self_attn = layer_net.Attention(config, 2 * width)
-        self.post_attention_layernorm = layer_net.RmsNorm(width, eps)
+        self.post_attention_layernorm = nn.RMSNorm(width, eps=eps)
         self.mlp = layer_net.SwiGlu(config)
 
     def forward(
@@ -104,7 +127,7 @@ class Eagle3Layer(nn.Module):
         cos: Tensor,
         sin: Tensor,
         mask: Tensor | None,
-        chain: layer_net.ChainKeys | None,
+        chain: layer_net.Chain | None,
     ) -> Tensor:
         """embedded, hidden [B, T, H] -> [B, T, H]; see Attention.forward for the rest."""
         normed = self.hidden_norm(hidden)
@@ -114,7 +137,7 @@ class Eagle3Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Eagle3Net(layer_net.LayerNet):
+class Eagle3Net(layer_net.ChainNet):
     """The drafter's network: see DraftNet.
 
     Sharded as one part, since every step of a chain runs all of it.
@@ -144,11 +167,11 @@ class Eagle3Net(layer_net.LayerNet):
         self.config, self.inner = config, inner
         self.options = options or Eagle3Options()
         hidden = config.hidden_size
-        self.fc = products.Linear(INNER_STATES * hidden, hidden, bias=False)
+        self.fc = products.Linear(kinds.INNER_STATES * hidden, hidden, bias=False)
         self.midlayer = Eagle3Layer(config, self.options.norm_before_residual)
-        self.norm = layer_net.RmsNorm(hidden, config.rms_norm_eps)
+        self.norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
         self.lm_head = products.Linear(hidden, draft_vocab_size or config.vocab_size, bias=False)
-        d2t, t2d = draft_vocabulary.token_maps(
+        d2t, t2d = token_maps(
             torch.arange(draft_vocab_size or config.vocab_size), config.vocab_size
         )
         self.register_buffer("d2t", d2t)
@@ -160,19 +183,39 @@ class Eagle3Net(layer_net.LayerNet):
         """See DraftNet.fresh; it drafts all tokens until `choose_tokens`. Raises ConfigError for a
         target with too few layers.
         """
-        inner = inner_layers(target.num_layers, options.inner_layers)
+        inner = kinds.inner_layers(target.num_layers, options.inner_layers)
         return cls(layer_net.drafter_shape(target, "llama", 1), inner, options, seed=seed)
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], target: ModelConfig, options: Eagle3Options) -> Self:
-        """See DraftNet.parse; shape, inner states and vocabulary are the checkpoint's."""
-        config, inner, size = parse_eagle3(raw, target)
-        own = {"norm_before_residual": bool(raw.get("norm_before_residual", False))}
-        return cls(config, inner, options.model_copy(update=own), draft_vocab_size=size)
+        """See DraftNet.parse; shape, inner states and vocabulary are the checkpoint's.
 
-    def twin(self) -> Self:
-        """See DraftNet.twin."""
-        return type(self)(self.config, self.inner, self.options, draft_vocab_size=len(self.d2t))
+        Raises InvalidInput with the key that does not match the target or requests an unsupported
+        variant.
+        """
+        own = layer_net.open_config(raw, KIND, "eagle_config", _VARIANTS)
+        layer_net.check_one_layer(raw, target)
+        if own.get("use_aux_hidden_state") is False:
+            raise InvalidInput("use_aux_hidden_state is not supported", seen=False, allowed=True)
+        if raw.get("target_hidden_size", target.hidden_size) != target.hidden_size:
+            raise InvalidInput(
+                "target_hidden_size differs",
+                seen=raw["target_hidden_size"],
+                allowed=target.hidden_size,
+            )
+
+        size = raw.get("draft_vocab_size")
+        if type(size) is not int or not 0 < size <= target.vocab_size:
+            allowed = f"1 to {target.vocab_size}: the rows of its own lm_head"
+            raise InvalidInput(
+                "draft_vocab_size", seen="(none)" if size is None else size, allowed=allowed
+            )
+
+        config = parse_config({**raw, "architectures": ["LlamaForCausalLM"]})
+        config = replace(config, max_position_embeddings=target.max_position_embeddings)
+        inner = layer_net.inner_of(raw, KIND, target, "eagle_aux_hidden_state_layer_ids")
+        before = {"norm_before_residual": bool(raw.get("norm_before_residual", False))}
+        return cls(config, inner, options.model_copy(update=before), draft_vocab_size=size)
 
     @property
     def token_ids(self) -> Tensor:
@@ -193,15 +236,15 @@ class Eagle3Net(layer_net.LayerNet):
                 "a draft vocabulary is chosen once, of all tokens", seen=seen, allowed=vocab_size
             )
 
-        chosen = draft_vocabulary.frequent_tokens(
-            counts, self.options.draft_vocab_size or vocab_size
-        ).to(self.d2t.device)
+        chosen = frequent_tokens(counts, self.options.draft_vocab_size or vocab_size).to(
+            self.d2t.device
+        )
         head = products.Linear(self.config.hidden_size, len(chosen), bias=False).to(
             self.lm_head.weight
         )
         head.weight.copy_(self.lm_head.weight[chosen])
         self.lm_head = head
-        self.d2t, self.t2d = draft_vocabulary.token_maps(chosen, vocab_size)
+        self.d2t, self.t2d = token_maps(chosen, vocab_size)
 
     # ---- checkpoints
 
@@ -229,11 +272,11 @@ class Eagle3Net(layer_net.LayerNet):
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """See DraftNet.check; d2t and t2d must agree."""
         loading.check_tensors(tensors, self.shapes(), MAP_DTYPES)
-        draft_vocabulary.check_maps(tensors["d2t"], tensors["t2d"])
+        check_maps(tensors["d2t"], tensors["t2d"])
 
     # ---- learning
 
-    def forward(self, row: packed.PackedRow) -> Objective:
+    def forward(self, row: packed.PackedRow) -> net.Objective:
         """See DraftNet.forward: the training-time test, sum over steps i of ttt_decay^i loss_i.
 
         Step i at position t is for the draft of token t + 2 + i. It counts if that token is a
@@ -241,48 +284,29 @@ class Eagle3Net(layer_net.LayerNet):
         drafting targets. `correct` and `alpha` are of the first draft, with tokens outside the
         draft vocabulary as misses.
         """
-        log_p, drafted = teacher_of(row.next_states, self.head, self.t2d)
+        log_p, drafted = net.teacher_of(row.next_states, self.head, self.t2d)
         taught = row.valid & drafted
         loss, terms = row.next_states.new_zeros(()), {}
         for step, (features, there, inside) in enumerate(self.unroll(row, self.options.ttt_steps)):
             counted = inside & taught[there]
             logits, wanted = self.logits(features[counted]), log_p[there[counted]]
-            losses, alpha = draft_losses(logits, wanted)
+            losses, alpha = net.draft_losses(logits, wanted)
             loss = loss + self.options.ttt_decay**step * losses.sum()
             terms[f"loss_{step}"] = losses.detach().sum()
             if step == 0:
                 terms["correct"] = (logits.argmax(-1) == wanted.argmax(-1)).sum()
                 terms["alpha"] = alpha.sum()
 
-        return Objective(loss, row.valid.sum(), terms)
-
-    def chain_states(
-        self, row: packed.PackedRow, steps: int
-    ) -> Iterator[tuple[int, slice, Tensor]]:
-        """See DraftNet.chain_states."""
-        for step, (features, _, _) in enumerate(self.unroll(row, steps)):
-            yield step, slice(0, len(row)), features
+        return net.Objective(loss, row.valid.sum(), terms)
 
     def draft_logits(self, step: int, states: Tensor) -> Tensor:
         """See DraftNet.draft_logits."""
-        return draft_vocabulary.over_tokens(
-            self.logits(states), self.token_ids, self.config.vocab_size
-        )
+        return over_tokens(self.logits(states), self.token_ids, self.config.vocab_size)
 
-    def unroll(self, row: packed.PackedRow, steps: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """A draft chain from every position, teacher-forced. Yields features [T, H] and
-        PackedRow.ahead per step.
-
-        As in the engine's drafter, a step sees the true rows up to its own row, and its own earlier
-        steps.
-        """
-        features, chain, mask = self.fc(self.states_read(row)), layer_net.ChainKeys(), row.mask()
-        for step in range(steps):
-            there, inside = row.ahead(step)
-            features = self.features(
-                features, row.next_tokens[there], row.positions + step, mask, chain
-            )
-            yield features, there, inside
+    def fused(self, states: Tensor) -> Tensor:
+        """See ChainNet.fused."""
+        fused: Tensor = self.fc(states)
+        return fused
 
     def features(
         self,
@@ -290,18 +314,13 @@ class Eagle3Net(layer_net.LayerNet):
         tokens: Tensor,
         positions: Tensor,
         mask: Tensor | None = None,
-        chain: layer_net.ChainKeys | None = None,
+        chain: layer_net.Chain | None = None,
     ) -> Tensor:
-        """The layer's output [T, H] before the final norm.
-
-        features [T, H]: fused states, or its own output of the previous step; tokens int64 [T]: the
-        next tokens; positions int64 [T]; mask bool [T, T] or None for causal; chain: the previous
-        steps, to which this step is added.
-        """
+        """See ChainNet.features; the output before the final norm."""
         embedded = functional.embedding(tokens, self.embed).to(features.dtype)
-        seen = None if mask is None else mask[None, None]
-        cos, sin = layer_net.rotary_angles(self.config, positions[None])
-        return self.midlayer(embedded[None], features[None], cos, sin, seen, chain)[0]
+        seen = None if mask is None else mask[:, None]
+        angles = layer_net.rotary_angles(self.config, positions)
+        return self.midlayer(embedded, features, *angles, seen, chain)
 
     def logits(self, features: Tensor) -> Tensor:
         """Logits [..., Vd] by draft id, of features [..., H]."""
@@ -348,8 +367,4 @@ class Eagle3Drafter(layer_drafter.LayerDrafter[Eagle3Net]):
 
     def _over_tokens(self, logits: Tensor) -> Tensor:
         ids = self._drafted
-        return (
-            logits
-            if ids is None
-            else draft_vocabulary.over_tokens(logits, ids, self._config.vocab_size)
-        )
+        return logits if ids is None else over_tokens(logits, ids, self._config.vocab_size)

@@ -1,19 +1,27 @@
 """Lists the speculators: names, arms, architectures, input layers, and support by engines.
 
+A target layer is named by the residual stream that enters it (base.py, CaptureSpec). A checkpoint's
+config.json names the layer before, one less.
+
 Imports no torch, so that the command line and the gateway's front can read it. Networks and
 drafters are given by import path, and loading.py loads them.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from paceline.arm_names import OFF
 from paceline.errors import ConfigError, InvalidInput
 from paceline.models.config import ARCHITECTURES, architecture, read_config_json
-from paceline.models.inner_layers import dflash_inner_layers, eagle3_inner_layers
 from paceline.plugins import find_variant
+
+INNER_STATES = 3
+"""States that an EAGLE-3 drafter reads besides the last."""
+SHALLOWEST = INNER_STATES + 1
+"""Least number of target layers, since nothing is read before the first one."""
 
 InnerLayers = Callable[[Mapping[str, Any], int], tuple[int, ...]]
 """Function of (config.json of a drafter, empty for a new drafter; number of its target's layers).
@@ -24,6 +32,82 @@ Returns the target layers with inputs that the drafter reads, besides the last s
 def last_state_only(config_json: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     """Returns no inner layer."""
     return ()
+
+
+def default_inner_layers(num_layers: int, drafter: str = "EAGLE-3") -> tuple[int, int, int]:
+    """Layers 2, L // 2 and L - 3 (Li et al. 2025, arXiv 2503.01840, as released: low, middle and
+    high).
+
+    Below seven layers these do not ascend, and the nearest three ascending layers of 1 .. L - 1 are
+    used. Raises ConfigError naming the drafter for fewer than four layers.
+    """
+    if num_layers < SHALLOWEST:
+        raise ConfigError(
+            f"the target is too shallow for {drafter}",
+            seen=num_layers,
+            allowed=f">= {SHALLOWEST} layers",
+        )
+
+    low, middle, high = 2, num_layers // 2, num_layers - 3
+    if low < middle < high:
+        return low, middle, high
+    triples = combinations(range(1, num_layers), 3)
+    return min(
+        triples, key=lambda one: abs(one[0] - low) + abs(one[1] - middle) + abs(one[2] - high)
+    )
+
+
+def check_inner_layers(layers: tuple[int, ...], num_layers: int) -> None:
+    """Raises ConfigError unless the layers ascend within 1 .. num_layers - 1."""
+    if layers != tuple(sorted(set(layers))) or (
+        layers and not 0 < layers[0] <= layers[-1] < num_layers
+    ):
+        raise ConfigError(
+            "inner states", seen=layers, allowed=f"ascending layers of 1 to {num_layers - 1}"
+        )
+
+
+def inner_layers(
+    num_layers: int, chosen: tuple[int, ...] = (), drafter: str = "EAGLE-3"
+) -> tuple[int, ...]:
+    """Layers that a drafter reads, ascending: the chosen layers, else EAGLE-3's rule, so that both
+    kinds learn from the same rows.
+
+    Raises ConfigError below four layers, and unless the choice is ascending layers of the target,
+    for EAGLE-3 three of them.
+    """
+    if not chosen:
+        return default_inner_layers(num_layers, drafter)
+    if drafter == "EAGLE-3" and len(chosen) != INNER_STATES:
+        raise ConfigError("inner states of EAGLE-3", seen=chosen, allowed=f"{INNER_STATES} layers")
+    check_inner_layers(chosen, num_layers)
+    return chosen
+
+
+def eagle3_inner_layers(config_json: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Layers of a target with `num_layers` that the EAGLE-3 drafter of a config.json reads.
+
+    Raises ConfigError as `inner_layers`, and for a value that is no list of layers.
+    """
+    left = (config_json.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    return inner_layers(num_layers, _entered(left, "EAGLE-3") if left else ())
+
+
+def dflash_inner_layers(config_json: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Layers of a target with `num_layers` that the DFlash drafter of a config.json reads.
+
+    Raises ConfigError as `inner_layers`, and for a value that is no list of layers.
+    """
+    inside = config_json.get("dflash_config") or {}
+    left = inside.get("target_layer_ids", config_json.get("target_layer_ids"))
+    return inner_layers(num_layers, () if left is None else _entered(left, "DFlash"), "DFlash")
+
+
+def _entered(left: Any, drafter: str) -> tuple[int, ...]:
+    """The layers after those of a checkpoint, which names the layer that outputs a state."""
+    if not isinstance(left, list) or not left or any(type(one) is not int for one in left):
+        raise ConfigError(f"inner states of {drafter}", seen=left, allowed="a list of layers")
+    return tuple(layer + 1 for layer in left)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +192,7 @@ _KINDS = (
     ),
     SpeculatorKind(
         "dflash",
-        "paceline.speculators.dflash_drafter:DflashDrafter",
+        "paceline.speculators.dflash:DflashDrafter",
         "paceline.speculators.dflash:DflashNet",
         ("DFlashDraftModel",),
         shapes=("3_1_4", "5_1_6", "7_1_8"),

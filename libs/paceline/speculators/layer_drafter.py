@@ -6,7 +6,7 @@ the drafter's own features; the next catch-up overwrites those rows from true hi
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,18 +24,6 @@ padding for it.
 """
 
 Net = TypeVar("Net", bound=layer_net.LayerNet)
-
-
-@dataclass(frozen=True, slots=True)
-class KnownRows:
-    """R rows of each of B sequences, with the target's computed states."""
-
-    index: Tensor
-    """int64 [B, 1]: slots."""
-    positions: Tensor
-    """int64 [B, R]"""
-    states: Tensor
-    """[B R, .]: the states that the drafter reads."""
 
 
 class CachedDrafter(net_drafter.NetDrafter[Net]):
@@ -79,19 +67,12 @@ class CachedDrafter(net_drafter.NetDrafter[Net]):
 
     # ---- weights
 
-    def _columns_of(self, net: Net) -> slice | list[int]:
-        """Columns of the kept states that the drafter reads.
-
-        Raises DataLoss with the missing states.
-        """
-        return net.reads.columns(self._layers, self._target.config.hidden_size)
-
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return functional.rms_norm(x, weight.shape, weight, self._config.rms_norm_eps)
 
     def _serve(self, net: Net) -> None:
         net.bind(self._target.embed, self._target.head)
-        self._columns = self._columns_of(net)
+        self._columns = net.reads.columns(self._layers, self._config.hidden_size)
         self._fuse(net)
         self._net = net
 
@@ -100,7 +81,7 @@ class CachedDrafter(net_drafter.NetDrafter[Net]):
         rewritten. Raises WeightsError if the attention differs from the serving network's.
         """
         net = super().load_state(directory)
-        self._columns_of(net)
+        net.reads.columns(self._layers, self._config.hidden_size)  # raises for missing states
         seen, serving = net.attention(), self._net.attention()
         if seen != serving:
             message = f"drafter {directory}: its attention is not the serving one's"
@@ -136,8 +117,9 @@ class CachedDrafter(net_drafter.NetDrafter[Net]):
 
     def _known_rows(
         self, batch: base.DraftBatch, slots: Sequence[int], lengths: Sequence[int], rows: int
-    ) -> KnownRows:
-        """Rows n - 1 - rows .. n - 2 of every slot. From now on they count as filled.
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """R = `rows` rows n - 1 - R .. n - 2 of every slot: slots int64 [B, 1], positions int64 [B,
+        R], and the states [B R, .] that the drafter reads. From now on they count as filled.
 
         Slots that lack fewer rows compute some rows again, with the same result. So neither padding
         nor a mask for padding is needed. A sequence shorter than `rows` repeats row 0 at its front.
@@ -149,7 +131,7 @@ class CachedDrafter(net_drafter.NetDrafter[Net]):
         for slot, n in zip(slots, lengths, strict=True):
             self._valid[slot] = max(n - 1, 0)
         hidden = batch.hidden[index, positions].flatten(0, 1)[:, self._columns]
-        return KnownRows(index, positions, hidden)
+        return index, positions, hidden
 
 
 class LayerDrafter(CachedDrafter[Net]):
@@ -264,11 +246,11 @@ class LayerDrafter(CachedDrafter[Net]):
         """See CachedDrafter; returns the residual [B, H] and the queries [B, Nq, D] of row n - 2.
         The outputs of earlier rows are not needed.
         """
-        known = self._known_rows(batch, slots, lengths, rows)
-        tokens = batch.token_ids[known.index, known.positions + 1]
-        x, qkv = self._enter(tokens.reshape(-1), self._true_features(known.states))
-        rotation = self._rotation.index_select(0, known.positions.reshape(-1))[:, None]
-        cells = self._cache.cells(known.index[:, 0], known.positions).reshape(-1)
+        index, positions, states = self._known_rows(batch, slots, lengths, rows)
+        tokens = batch.token_ids[index, positions + 1]
+        x, qkv = self._enter(tokens.reshape(-1), self._true_features(states))
+        rotation = self._rotation.index_select(0, positions.reshape(-1))[:, None]
+        cells = self._cache.cells(index[:, 0], positions).reshape(-1)
         queries = self._store(qkv, rotation, cells)
         return x[rows - 1 :: rows], queries[rows - 1 :: rows]
 

@@ -4,8 +4,8 @@ Each network defines the layer's input and the meaning of its output.
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -41,9 +41,9 @@ class LayerNet(DraftNet):
         """The states that it drafts from."""
         return base.CaptureSpec(self.inner, last=not self.inner)
 
-    @abstractmethod
     def logits(self, states: Tensor) -> Tensor:
-        """Logits of its outputs [..., H]."""
+        """Logits [..., V] of its outputs [..., H]: those of the target's lm_head."""
+        return products.linear(states, self.head.to(states.dtype))
 
     def draft_logits(self, step: int, states: Tensor) -> Tensor:
         """See DraftNet.draft_logits."""
@@ -53,6 +53,10 @@ class LayerNet(DraftNet):
         """See DraftNet.own_tensors; some exporters put "model." before each name."""
         named = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
         return {name: tensor for name, tensor in named.items() if name not in _SHARED}
+
+    def shards(self) -> tuple[nn.Module, ...]:
+        """See DraftNet.shards."""
+        return tuple(getattr(self, "layers", ()))
 
     def attention(self) -> dict[str, object]:
         """Shape of the cache and the rotation for this network."""
@@ -80,27 +84,57 @@ _ATTENTION = (
 )
 
 
-@dataclass(slots=True)
-class ChainKeys:
-    """Keys and values of the chain steps so far, [B, kv_heads, T, head_dim] each; the first step
-    has true states.
-    """
-
-    keys: list[Tensor] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
+Chain = list[tuple[Tensor, Tensor]]
+"""Keys and values [B, kv_heads, T, head_dim] of the chain steps so far; the first step has true
+states.
+"""
 
 
-class RmsNorm(nn.Module):
-    """RMSNorm over the last dimension."""
+class ChainNet(LayerNet):
+    """A network of one layer that drafts token by token: a step reads the step before."""
 
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
+    @abstractmethod
+    def fused(self, states: Tensor) -> Tensor:
+        """Features [T, H] that the first step reads, from the states [T, .] of the target."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., width] -> same shape."""
-        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+    @abstractmethod
+    def features(
+        self,
+        features: Tensor,
+        tokens: Tensor,
+        positions: Tensor,
+        mask: Tensor | None = None,
+        chain: Chain | None = None,
+    ) -> Tensor:
+        """The layer's output [B, T, H], which the next step reads.
+
+        features [B, T, H]: fused states, or its own output of the previous step; tokens int64 [B,
+        T]: the next tokens; positions int64 [B, T]: within their documents; mask bool [B, T, T]
+        (True where row i may see row j) or None for causal; chain: the previous steps, to which
+        this step is added.
+        """
+
+    def unroll(self, row: packed.PackedRow, steps: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """A draft chain from every position, teacher-forced (EAGLE-3's training-time test). Yields
+        features [T, H] and PackedRow.ahead per step.
+
+        As in the engine's drafter, a step sees the true rows up to its own row, and its own earlier
+        steps. While all earlier drafts equal the true tokens, this is exactly the engine's chain.
+        """
+        features, mask = self.fused(self.states_read(row))[None], row.mask()[None]
+        chain: Chain = []
+        for step in range(steps):
+            there, inside = row.ahead(step)
+            tokens, positions = row.next_tokens[there][None], row.positions[None] + step
+            features = self.features(features, tokens, positions, mask, chain)
+            yield features[0], there, inside
+
+    def chain_states(
+        self, row: packed.PackedRow, steps: int
+    ) -> Iterator[tuple[int, slice, Tensor]]:
+        """See DraftNet.chain_states."""
+        for step, (features, _, _) in enumerate(self.unroll(row, steps)):
+            yield step, slice(0, len(row)), features
 
 
 class Attention(nn.Module):
@@ -117,11 +151,11 @@ class Attention(nn.Module):
         self.v_proj = products.Linear(width, kv_width, bias=bias)
         self.o_proj = products.Linear(config.num_heads * dim, hidden, bias=config.output_bias)
         if config.qk_norm:
-            self.q_norm = RmsNorm(dim, config.rms_norm_eps)
-            self.k_norm = RmsNorm(dim, config.rms_norm_eps)
+            self.q_norm = nn.RMSNorm(dim, eps=config.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(dim, eps=config.rms_norm_eps)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, chain: ChainKeys | None
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, chain: Chain | None
     ) -> Tensor:
         """x [B, T, C]; cos, sin [B, 1, T, head_dim / 2]; mask bool [B, 1, T, T] or None for causal
         -> [B, T, H].
@@ -129,9 +163,8 @@ class Attention(nn.Module):
         queries = self.queries(x, cos, sin)
         keys, values = self.keys_values(x, cos, sin)
         if chain is not None:
-            chain.keys.append(keys)
-            chain.values.append(values)
-        if chain is not None and len(chain.keys) > 1:
+            chain.append((keys, values))
+        if chain is not None and len(chain) > 1:
             out = chain_attention(queries, chain, mask)
         elif mask is None:
             out = functional.scaled_dot_product_attention(
@@ -161,7 +194,7 @@ class Attention(nn.Module):
         return keys, values.transpose(1, 2)
 
 
-def chain_attention(queries: Tensor, chain: ChainKeys, mask: Tensor | None) -> Tensor:
+def chain_attention(queries: Tensor, chain: Chain, mask: Tensor | None) -> Tensor:
     """Attention of a later chain step: rows of true states up to its own, then its own earlier
     steps.
 
@@ -169,9 +202,11 @@ def chain_attention(queries: Tensor, chain: ChainKeys, mask: Tensor | None) -> T
     causal. Query t sees keys of step 0 at rows <= t and, of every later step, row t only. Returns
     [B, heads, T, D].
     """
-    group, dim = queries.shape[1] // chain.keys[0].shape[1], queries.shape[-1]
-    keys = [part.repeat_interleave(group, dim=1) for part in chain.keys]
-    values = [part.repeat_interleave(group, dim=1) for part in chain.values]
+    group, dim = queries.shape[1] // chain[0][0].shape[1], queries.shape[-1]
+    keys, values = (
+        [part.repeat_interleave(group, dim=1) for part in parts]
+        for parts in zip(*chain, strict=True)
+    )
     rows = queries.shape[2]
     if mask is None:
         mask = torch.ones(rows, rows, dtype=torch.bool, device=queries.device).tril()

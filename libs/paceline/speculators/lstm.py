@@ -94,22 +94,15 @@ class LstmNet(recurrent.RecurrentNet):
 
     def config_json(self) -> dict[str, Any]:
         """See DraftNet.config_json; widths are text there."""
-        return {
-            "architectures": [ARCHITECTURE],
-            "model_type": "mlp_speculator",
+        return super().config_json() | {
             "base_model_name_or_path": "",
-            "vocab_size": self.target.vocab_size,
             "input_hidden_dim": self.target.hidden_size,
             "inner_dim": str(self.width),
             "proj_dim": str(self.width),
             "emb_dim": str(self.width),
-            "n_predict": self.options.n_predict,
-            "top_k_tokens_per_head": [1] * self.options.n_predict,
-            "n_candidates": self.options.n_predict,
             "method": "sum_lstm",
             "tie_weights": True,
             "tie_lstm_embs": self.options.tie_lstm_embs,
-            "scale_input": self.options.scale_input,
             "torch_dtype": "bfloat16",
         }
 

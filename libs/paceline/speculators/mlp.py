@@ -71,17 +71,10 @@ class MlpNet(recurrent.RecurrentNet):
 
     def config_json(self) -> dict[str, Any]:
         """See DraftNet.config_json."""
-        return {
-            "architectures": [ARCHITECTURE],
-            "model_type": "mlp_speculator",
-            "vocab_size": self.target.vocab_size,
+        return super().config_json() | {
             "emb_dim": self.target.hidden_size,
             "inner_dim": self.width,
-            "n_predict": self.options.n_predict,
-            "top_k_tokens_per_head": [1] * self.options.n_predict,
-            "n_candidates": self.options.n_predict,
             "tie_weights": self.tied,
-            "scale_input": self.options.scale_input,
         }
 
     def aliases(self) -> dict[str, str]:

@@ -11,14 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.models import decoder, loading
-from paceline.speculators.base import (
-    CaptureSpec,
-    DraftBatch,
-    Drafts,
-    DraftShape,
-    Speculator,
-    SpeculatorSetup,
-)
+from paceline.speculators import base
 from paceline.speculators.net import DraftNet
 
 _DEPTH_TIE = 1e-5
@@ -37,7 +30,9 @@ class Beam:
     """int64 [B, k]: index of each parent in the beam of the previous level; 0 on level 1."""
 
 
-def grow_tree(first: Tensor, expand: Callable[[Beam], Tensor], shape: DraftShape) -> Drafts:
+def grow_tree(
+    first: Tensor, expand: Callable[[Beam], Tensor], shape: base.DraftShape
+) -> base.Drafts:
     """The drafter's most likely tree of `shape`.
 
     first [B, V]: log-probs of the root's children; expand: log-probs [B, k, V] of the children of a
@@ -66,7 +61,7 @@ def grow_tree(first: Tensor, expand: Callable[[Beam], Tensor], shape: DraftShape
     return _most_likely(tokens, scores, parents, shape.drafts)
 
 
-def _most_likely(tokens: Tensor, scores: Tensor, parents: Tensor, nodes: int) -> Drafts:
+def _most_likely(tokens: Tensor, scores: Tensor, parents: Tensor, nodes: int) -> base.Drafts:
     """The best `nodes` of all candidates [B, C], in their order; parents are ids, 0 the root, i + 1
     candidate i.
     """
@@ -74,7 +69,7 @@ def _most_likely(tokens: Tensor, scores: Tensor, parents: Tensor, nodes: int) ->
     renamed = torch.zeros(len(scores), scores.shape[1] + 1, dtype=torch.int64, device=scores.device)
     names = torch.arange(1, chosen.shape[1] + 1, device=scores.device).expand_as(chosen)
     renamed.scatter_(1, chosen + 1, names)
-    return Drafts(
+    return base.Drafts(
         tokens.gather(1, chosen),
         scores.gather(1, chosen).exp().clamp_(max=1.0),
         renamed.gather(1, parents.gather(1, chosen)),
@@ -84,7 +79,7 @@ def _most_likely(tokens: Tensor, scores: Tensor, parents: Tensor, nodes: int) ->
 Net = TypeVar("Net", bound=DraftNet)
 
 
-class NetDrafter(Speculator, ABC, Generic[Net]):
+class NetDrafter(base.Speculator, ABC, Generic[Net]):
     """A speculator with weights (see speculators/base.py for the methods).
 
     Ids below are draft ids: rows of the drafter's head. They are token ids unless the drafter has
@@ -95,7 +90,7 @@ class NetDrafter(Speculator, ABC, Generic[Net]):
     net: type[Net]
     """Its network's class."""
 
-    def __init__(self, setup: SpeculatorSetup) -> None:
+    def __init__(self, setup: base.SpeculatorSetup) -> None:
         """Raises the errors of DraftNet.read and fresh."""
         self._target = setup.target
         self._device, self._dtype = setup.target.head.device, setup.dtype
@@ -120,7 +115,7 @@ class NetDrafter(Speculator, ABC, Generic[Net]):
         return logits
 
     @property
-    def capture(self) -> CaptureSpec:
+    def capture(self) -> base.CaptureSpec:
         """See Speculator.capture."""
         return self._net.capture
 
@@ -147,11 +142,11 @@ class NetDrafter(Speculator, ABC, Generic[Net]):
 
     def _chain(
         self,
-        batch: DraftBatch,
-        shape: DraftShape,
+        batch: base.DraftBatch,
+        shape: base.DraftShape,
         logits: Tensor,
         advance: Callable[[int, Tensor], Tensor],
-    ) -> Drafts:
+    ) -> base.Drafts:
         """A chain of the most likely tokens, or of drawn tokens, from the logits of the first
         draft. It ends at the first draft that no sequence reaches with `shape.floor` or more.
 
@@ -168,9 +163,9 @@ class NetDrafter(Speculator, ABC, Generic[Net]):
             scores.append(scores[-1] * share if scores else share)
             if shape.floor > 0 and bool(scores[-1].max() < shape.floor):
                 break
-        return Drafts(torch.stack(tokens, dim=1), torch.stack(scores, dim=1).float())
+        return base.Drafts(torch.stack(tokens, dim=1), torch.stack(scores, dim=1).float())
 
-    def _chosen(self, batch: DraftBatch, logits: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    def _chosen(self, batch: base.DraftBatch, logits: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Token ids [B] and their shares of probability [B] from logits [B, draft ids]."""
         if batch.sampler is None:
             share, draft_ids = torch.softmax(logits, dim=-1).max(dim=-1)

@@ -10,12 +10,10 @@ prompt's own contexts take precedence. Both tables are bounded (ngram_answers.py
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from paceline.speculators import base, ngram_answers
 
@@ -34,7 +32,6 @@ class ReadSequence:
 class NgramSpeculator(base.Speculator):
     """The speculator "ngram" (see speculators/base.py for the methods)."""
 
-    name = "ngram"
     capture = base.CaptureSpec(last=False)
 
     def __init__(self, setup: base.SpeculatorSetup) -> None:
@@ -75,7 +72,11 @@ class NgramSpeculator(base.Speculator):
         for row, slot in enumerate(batch.slots):
             for node, (token, score, parent) in enumerate(self._grow(self._read[slot], shape)):
                 tokens[row, node], scores[row, node], parents[row, node] = token, score, parent
-        return _drafts(tokens, scores, None if shape.topk == 1 else parents, batch.token_ids.device)
+        device = batch.token_ids.device
+        drafts = base.Drafts(
+            *(torch.from_numpy(one).to(device) for one in (tokens, scores, parents))
+        )
+        return replace(drafts, parents=None) if shape.topk == 1 else drafts
 
     def _grow(self, one: ReadSequence, shape: base.DraftShape) -> Iterator[tuple[int, float, int]]:
         """(token, score, parent) of the likeliest nodes within the shape, best first, hence parents
@@ -137,15 +138,3 @@ class NgramSpeculator(base.Speculator):
         """Moves a sequence's tokens to another slot."""
         self.free(destination)
         self._read[destination], self._read[source] = self._read[source], ReadSequence()
-
-
-def _drafts(
-    tokens: npt.NDArray[np.int64],
-    scores: npt.NDArray[np.float32],
-    parents: npt.NDArray[np.int64] | None,
-    device: torch.device,
-) -> base.Drafts:
-    def given(values: npt.NDArray[np.int64] | npt.NDArray[np.float32]) -> Tensor:
-        return torch.from_numpy(values).to(device)
-
-    return base.Drafts(given(tokens), given(scores), None if parents is None else given(parents))

@@ -203,11 +203,11 @@ class PromptAnswers:
 
 
 class AnswerStore:
-    """Context counts, from the kept answers, of prompts being answered or answered last."""
+    """Context counts, from the kept answers, of prompts being answered."""
 
     def __init__(self, kept: KeptAnswers, tokens: int = COUNTED_TOKENS) -> None:
         self._kept, self._most = kept, tokens
-        self._counted: OrderedDict[bytes, PromptAnswers] = OrderedDict()
+        self._counted: dict[bytes, PromptAnswers] = {}
         self._running: Counter[bytes] = Counter()  # running sequences by prompt
         self.tokens = 0
 
@@ -224,17 +224,23 @@ class AnswerStore:
         After a recount this is a new object, without the running sequences.
         """
         found = self._counted.get(prompt)
-        if found is not None and self._kept.outlived(found.oldest, version):
-            self.discard(prompt)
-            found = None
-        if found is not None:
+        if found is not None and not self._kept.outlived(found.oldest, version):
             return found
+        self.discard(prompt)
         front = list(tokens[max(length - ANSWER_CONTEXTS[0], 0) : length])
-        return self._count(prompt, front, version)
+        # Counts of other prompts stay: dropping them in turn would recount all in each round.
+        answers = newest(self._kept.of(prompt, version), self._most - self.tokens)
+        contexts = Contexts(ANSWER_CONTEXTS)
+        for one in answers:
+            contexts.learn([*front, *one.tokens], len(front))
+        oldest = min((one.version for one in answers), default=version)
+        self._counted[prompt] = PromptAnswers(contexts, _extent(answers), oldest)
+        self.tokens += _extent(answers)
+        return self._counted[prompt]
 
     def end(self, prompt: bytes, answer: Sequence[int], version: int) -> None:
         """Adds a finished sequence of the prompt to the kept answers; the counts contain it
-        already.
+        already. They are dropped with the prompt's last running sequence.
         """
         self._stop(prompt)
         if answer:
@@ -245,9 +251,7 @@ class AnswerStore:
         found.ended += len(answer)
         found.oldest = min(found.oldest, version)
         self.tokens += len(answer)
-        self._counted.move_to_end(prompt)
-        self._make_room(0)
-        if self.tokens > self._most or not (found.ended or prompt in self._running):
+        if self.tokens > self._most or prompt not in self._running:
             self.discard(prompt)
 
     def leave(self, prompt: bytes) -> None:
@@ -267,31 +271,6 @@ class AnswerStore:
         found = self._counted.pop(prompt, None)
         if found is not None:
             self.tokens -= found.ended
-
-    def _count(self, prompt: bytes, front: list[int], version: int) -> PromptAnswers:
-        answers = self._kept.of(prompt, version)
-        self._make_room(_extent(answers))
-        # Counts of other running prompts stay: dropping them in turn would recount all in each
-        # round.
-        answers = newest(answers, self._most - self.tokens)
-        contexts = Contexts(ANSWER_CONTEXTS)
-        for one in answers:
-            contexts.learn([*front, *one.tokens], len(front))
-        oldest = min((one.version for one in answers), default=version)
-        self._counted[prompt] = PromptAnswers(contexts, _extent(answers), oldest)
-        self.tokens += _extent(answers)
-        return self._counted[prompt]
-
-    def _make_room(self, tokens: int) -> None:
-        """Drops prompts without running sequences until there is room; the prompts that ended first
-        are dropped first.
-        """
-        if self.tokens + tokens <= self._most:
-            return
-        for prompt in [one for one in self._counted if one not in self._running]:
-            self.discard(prompt)
-            if self.tokens + tokens <= self._most:
-                return
 
 
 def newest(answers: Sequence[EndedAnswer], tokens: int) -> list[EndedAnswer]:

@@ -6,6 +6,7 @@ token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
@@ -49,11 +50,11 @@ class PackedRow:
     def __len__(self) -> int:
         return len(self.next_tokens)
 
-    def pinned(self) -> PackedRow:
-        """The same row in page-locked memory."""
+    def changed(self, change: Callable[[str, Tensor], Tensor]) -> PackedRow:
+        """The row with the result of `change` for the name and value of each tensor."""
         held = ((one.name, getattr(self, one.name)) for one in fields(self))
-        pinned: dict[str, Any] = {n: t.pin_memory() for n, t in held if isinstance(t, Tensor)}
-        return replace(self, **pinned)
+        new: dict[str, Any] = {name: change(name, t) for name, t in held if isinstance(t, Tensor)}
+        return replace(self, **new)
 
     def padded(self, spare: int) -> PackedRow:
         """The same row followed by a document of `spare` positions without targets."""
@@ -61,13 +62,9 @@ class PackedRow:
             "positions": torch.arange(spare),
             "documents": torch.full((spare,), int(self.documents[-1]) + 1),
         }
-        held = ((one.name, getattr(self, one.name)) for one in fields(self))
-        padded: dict[str, Any] = {
-            name: torch.cat((t, behind.get(name, t.new_zeros(spare, *t.shape[1:]))))
-            for name, t in held
-            if isinstance(t, Tensor)
-        }
-        return replace(self, **padded)
+        return self.changed(
+            lambda name, t: torch.cat((t, behind.get(name, t.new_zeros(spare, *t.shape[1:]))))
+        )
 
     def ahead(self, steps: int) -> tuple[Tensor, Tensor]:
         """The position `steps` tokens later: indices [T] (its own if there is none) and bool [T] if

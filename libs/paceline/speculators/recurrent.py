@@ -27,11 +27,7 @@ from paceline.config import Config
 from paceline.errors import InvalidInput, WeightsError
 from paceline.models import config, decoder
 from paceline.models.products import Linear, linear
-from paceline.speculators.base import CaptureSpec, DraftBatch, Drafts, DraftShape, SpeculatorSetup
-from paceline.speculators.losses import Targets, target_losses
-from paceline.speculators.net import DraftNet, Objective
-from paceline.speculators.net_drafter import Beam, NetDrafter, grow_tree, logprobs
-from paceline.speculators.packed import PackedRow
+from paceline.speculators import base, net, net_drafter, packed
 
 NORM_EPS = 1e-6
 
@@ -81,11 +77,11 @@ class RecurrentOptions(Config):
     """All drafts share embedding, norm and head, all but the first their projection."""
     scale_input: bool = True
     """Divide the target's state by its root mean square and by √2."""
-    targets: Targets = "drawn"
+    targets: net.Targets = "drawn"
     """What a head learns: the policy's token, or the distribution it was drawn from."""
 
 
-class RecurrentNet(DraftNet):
+class RecurrentNet(net.DraftNet):
     """A drafter's network without attention: see DraftNet."""
 
     Options: ClassVar[type[Config]] = RecurrentOptions
@@ -107,12 +103,12 @@ class RecurrentNet(DraftNet):
         """See DraftNet.fresh; matrices are normal(0, spread), and norms only divide by the root
         mean square.
         """
-        net, generator = cls(target, options), torch.Generator().manual_seed(seed)
+        fresh, generator = cls(target, options), torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            for parameter in net.parameters():
+            for parameter in fresh.parameters():
                 if parameter.dim() == 2:
-                    parameter.normal_(0, net.spread(parameter), generator=generator)
-        return net
+                    parameter.normal_(0, fresh.spread(parameter), generator=generator)
+        return fresh
 
     @classmethod
     def parse(
@@ -136,14 +132,10 @@ class RecurrentNet(DraftNet):
         not match.
         """
 
-    def twin(self) -> Self:
-        """See DraftNet.twin."""
-        return type(self)(self.target, self.options)
-
     @property
-    def capture(self) -> CaptureSpec:
+    def capture(self) -> base.CaptureSpec:
         """See DraftNet.capture."""
-        return CaptureSpec()
+        return base.CaptureSpec()
 
     def bind(self, embed: Tensor, head: Tensor) -> None:
         """See DraftNet.bind; only lm_head is used, to learn distributions."""
@@ -192,7 +184,7 @@ class RecurrentNet(DraftNet):
 
     # ---- learning
 
-    def forward(self, row: PackedRow) -> Objective:
+    def forward(self, row: packed.PackedRow) -> net.Objective:
         """See DraftNet.forward: the sum of the drafts' cross-entropies, each at positions with a
         token drawn by the policy.
 
@@ -212,7 +204,7 @@ class RecurrentNet(DraftNet):
             index = index[kept]
             at = there[index]
             state = self.advance(weights, tuple(part[kept] for part in state), row.next_tokens[at])
-            losses, right = target_losses(
+            losses, right = net.target_losses(
                 linear(state[0], weights.head), row, self.target_head, at, self.options.targets
             )
             total = total + losses.sum()
@@ -220,9 +212,11 @@ class RecurrentNet(DraftNet):
             if step == 0:
                 terms["correct"] = right.sum()
 
-        return Objective(total, row.valid.sum(), terms)
+        return net.Objective(total, row.valid.sum(), terms)
 
-    def chain_states(self, row: PackedRow, steps: int) -> Iterator[tuple[int, slice, Tensor]]:
+    def chain_states(
+        self, row: packed.PackedRow, steps: int
+    ) -> Iterator[tuple[int, slice, Tensor]]:
         """See DraftNet.chain_states; at most n_predict steps."""
         state = self.start(self._last(row))
         for step, weights in enumerate(self.step_weights()[:steps]):
@@ -234,11 +228,23 @@ class RecurrentNet(DraftNet):
         """See DraftNet.draft_logits."""
         return linear(states, self.step_weights()[step].head)
 
-    def _last(self, row: PackedRow) -> Tensor:
+    def _last(self, row: packed.PackedRow) -> Tensor:
         """The last hidden states [T, H] of captured rows."""
         return row.states[:, -self.target.hidden_size :]
 
     # ---- checkpoints
+
+    def config_json(self) -> dict[str, Any]:
+        """See DraftNet.config_json."""
+        return {
+            "architectures": [*self.kind.architectures],
+            "model_type": "mlp_speculator",
+            "vocab_size": self.target.vocab_size,
+            "n_predict": self.options.n_predict,
+            "top_k_tokens_per_head": [1] * self.options.n_predict,
+            "n_candidates": self.options.n_predict,
+            "scale_input": self.options.scale_input,
+        }
 
     @abstractmethod
     def aliases(self) -> dict[str, str]:
@@ -260,10 +266,10 @@ class RecurrentNet(DraftNet):
         return own
 
 
-class RecurrentDrafter(NetDrafter[RecurrentNet]):
+class RecurrentDrafter(net_drafter.NetDrafter[RecurrentNet]):
     """A speculator with a recurrent network (see speculators/base.py for the methods)."""
 
-    def __init__(self, setup: SpeculatorSetup) -> None:
+    def __init__(self, setup: base.SpeculatorSetup) -> None:
         super().__init__(setup)
         self._serve(self._net)
 
@@ -274,7 +280,7 @@ class RecurrentDrafter(NetDrafter[RecurrentNet]):
     def bind(self, target: decoder.DecoderWeights) -> None:
         """No effect: it has its own embeddings and heads."""
 
-    def propose(self, batch: DraftBatch, shape: DraftShape) -> Drafts:
+    def propose(self, batch: base.DraftBatch, shape: base.DraftShape) -> base.Drafts:
         """The most likely chain or tree, at most n_predict levels; see Speculator.propose."""
         shape = replace(shape, steps=min(shape.steps, len(self._weights)))
         slots = torch.tensor(batch.slots, device=self._device)
@@ -297,11 +303,11 @@ class RecurrentDrafter(NetDrafter[RecurrentNet]):
 
         return self._chain(batch, shape, _logits(self._weights[0], state), advance)
 
-    def _tree(self, count: int, state: State, shape: DraftShape) -> Drafts:
+    def _tree(self, count: int, state: State, shape: base.DraftShape) -> base.Drafts:
         """EAGLE-2's tree; every node of a beam has its own state."""
         rows = torch.arange(count, device=self._device)[:, None]
 
-        def expand(beam: Beam) -> Tensor:
+        def expand(beam: net_drafter.Beam) -> Tensor:
             nonlocal state
             weights = self._weights[beam.level]
             sources = (
@@ -309,9 +315,13 @@ class RecurrentDrafter(NetDrafter[RecurrentNet]):
                 for part in state
             )
             state = self._net.advance(weights, tuple(sources), beam.tokens.flatten())
-            return logprobs(_logits(weights, state)).view(count, beam.tokens.shape[1], -1)
+            return net_drafter.logprobs(_logits(weights, state)).view(
+                count, beam.tokens.shape[1], -1
+            )
 
-        return grow_tree(logprobs(_logits(self._weights[0], state)), expand, shape)
+        return net_drafter.grow_tree(
+            net_drafter.logprobs(_logits(self._weights[0], state)), expand, shape
+        )
 
 
 def _logits(weights: StepWeights, state: State) -> Tensor:

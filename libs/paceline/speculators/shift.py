@@ -11,7 +11,7 @@ from pathlib import Path
 
 from paceline.errors import DataLoss, InvalidInput
 from paceline.tagged_json import from_object
-from paceline.weight_documents import ACCEPTANCE, DOCUMENTS
+from paceline.tensors import ACCEPTANCE, DOCUMENTS
 
 FILE = DOCUMENTS[ACCEPTANCE]
 MAX_POSITIONS = 64
@@ -38,7 +38,14 @@ class AcceptanceShift:
                 allowed=f"as many of both, 1 to {MAX_POSITIONS}",
             )
         for survival in (self.before, self.after):
-            _check_survival(survival)
+            steps = (1.0, *survival, 0.0)
+            falls = all(now <= earlier + ROUNDING for earlier, now in pairwise(steps))
+            if not falls or not all(map(math.isfinite, survival)):
+                raise InvalidInput(
+                    "survival of drafts by position",
+                    seen=list(survival),
+                    allowed="falling, from 1 to 0",
+                )
 
     def length_gain(self, drafts: int) -> float:
         """E[len] with so many drafts, including the bonus token, relative to the predecessor's."""
@@ -84,13 +91,3 @@ def read_shift(directory: Path) -> AcceptanceShift | None:
         return None
     except (OSError, ValueError, RecursionError, DataLoss, InvalidInput) as error:
         raise DataLoss(f"{path} has no acceptance", seen=str(error)[:120]) from error
-
-
-def _check_survival(survival: Sequence[float]) -> None:
-    """Raises InvalidInput unless survival is non-increasing within [0, 1]."""
-    steps = (1.0, *survival, 0.0)
-    falls = all(now <= before + ROUNDING for before, now in pairwise(steps))
-    if not falls or not all(map(math.isfinite, survival)):
-        raise InvalidInput(
-            "survival of drafts by position", seen=list(survival), allowed="falling, from 1 to 0"
-        )

@@ -23,7 +23,7 @@ from redis.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from paceline.addresses import spelled
-from paceline.config.shared import RUN_ID
+from paceline.config import RUN_ID
 from paceline.errors import ConfigError, InvalidInput, ResourceExhausted, Unavailable
 
 ALLOWED = "redis://host:port/db, rediss://host:port/db, unix:///path?db=0"

@@ -1,37 +1,50 @@
 """Opens a file of tasks, checks every record once, and reads a task when it is drawn.
 
-The tasks are in an unnamed temporary file; memory holds their positions and sizes.
+The tasks are in an unnamed temporary file; memory holds their positions and sizes. A file is JSONL,
+Parquet, or a Hugging Face dataset on disk. A dataset written by `save_to_disk` is a directory:
+state.json names Arrow stream files.
 """
 
+import codecs
 import hashlib
 import json
+import math
 import os
 import tempfile
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 
-from paceline.errors import ConfigError, InvalidInput
-from paceline.tasks.columns import MESSAGES, USUAL, Columns, task_of
-from paceline.tasks.records import place_of, read_records
-from paceline.tasks.task import Task, TaskFileError
+from paceline.errors import LONE_SURROGATE, ConfigError, InvalidInput
+from paceline.tasks import MESSAGES, USUAL, Columns, Task, TaskFileError, task_of
 from paceline.whole_files import writing
 
 Keep = Callable[[Task], bool]
+ALLOWED = ".jsonl, .parquet (several: *.parquet), or a directory of datasets.Dataset.save_to_disk"
+Record = Mapping[str, object]
+MAX_DEPTH = 64
+"""Deepest nesting of objects and lists in a record."""
+BATCH = 1024
+"""Rows converted to Python objects at once."""
+_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+"""The end of a finished Arrow stream."""
 
 
 class TaskFile(Sequence[Task]):
-    """The tasks of one file in its order."""
+    """The tasks of a .jsonl file, of .parquet files or of a dataset on disk, in order."""
 
-    def __init__(self, path: Path, keep: Keep | None = None, columns: Columns = USUAL) -> None:
+    def __init__(
+        self, path: str | Path, keep: Keep | None = None, columns: Columns = USUAL
+    ) -> None:
         """`keep`: whether to include a task. `columns`: columns of its parts.
 
         Raises TaskFileError for an invalid record, a repeated id and no record at all, the
         InvalidInput of `keep`, and ResourceExhausted without space for temporary files.
         """
+        path = Path(path)
         self._file = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the tasks
         self._ends = array("Q", [0])  # of each task in the file
         self._sizes = array("Q")
@@ -83,9 +96,6 @@ class TaskFile(Sequence[Task]):
         start, end = self._ends[at : at + 2]
         return Task(*json.loads(os.pread(self._file.fileno(), end - start, start)))
 
-    def __iter__(self) -> Iterator[Task]:
-        return (self[index] for index in range(len(self)))
-
     def largest(self, count: int, among: int | None = None) -> tuple[int, str]:
         """Bytes of the texts of the `count` largest tasks together, and the place of the largest.
 
@@ -111,17 +121,9 @@ class TaskFile(Sequence[Task]):
             )
 
 
-def open_tasks(path: str | Path, keep: Keep | None = None, columns: Columns = USUAL) -> TaskFile:
-    """The tasks of a .jsonl file, of .parquet files or of a dataset on disk, filtered by `keep`.
-
-    Raises TaskFileError at the first invalid record.
-    """
-    return TaskFile(Path(path), keep, columns)
-
-
 def read_tasks(path: str | Path, columns: Columns = USUAL) -> list[Task]:
-    """Every task of a small file at once; see open_tasks."""
-    return list(open_tasks(path, columns=columns))
+    """Every task of a small file at once; see TaskFile."""
+    return list(TaskFile(path, columns=columns))
 
 
 def _content(task: Task) -> list[str]:
@@ -132,3 +134,188 @@ def _content(task: Task) -> list[str]:
 
 def _digest(task_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(task_id.encode(), digest_size=8).digest(), "big")
+
+
+def place_of(path: Path, number: int) -> str:
+    """File and line or row, for errors."""
+    return f"{path}, {'line' if path.suffix == '.jsonl' else 'row'} {number}"
+
+
+def read_records(path: Path) -> Iterator[tuple[int, Record]]:
+    """Each record with its line or row, counted from 1.
+
+    Raises TaskFileError for a file that cannot be read, and at the first invalid record.
+    """
+    shards = []
+    if not path.exists() and "*" in path.name and path.suffix == ".parquet":
+        shards = sorted(path.parent.glob(path.name))
+    if not shards and not path.exists():
+        raise TaskFileError(f"task file {path} does not exist")
+    if path.is_file() and path.suffix == ".jsonl":
+        yield from _json_lines(path)
+        return
+    if not path.is_dir() and path.suffix != ".parquet":
+        raise TaskFileError(
+            f"task file {path} has an unknown ending", seen=repr(path.suffix), allowed=ALLOWED
+        )
+    rows = _dataset_rows(path) if path.is_dir() else _parquet_rows(shards or [path])
+    yield from enumerate(rows, start=1)
+
+
+def _json_lines(path: Path) -> Iterator[tuple[int, Record]]:
+    """One JSON object a line; empty lines count as lines, not as records."""
+    with path.open("rb") as file:
+        # Split at "\n" only: JSON text may contain Unicode's other line separators unescaped.
+        for number, raw in enumerate(file, start=1):
+            text = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
+            if text.strip():
+                yield number, _json_record(place_of(path, number), text)
+
+
+def _json_record(place: str, raw: bytes) -> Record:
+    try:
+        record = _read_json(raw)
+    except (ValueError, RecursionError) as error:
+        raise TaskFileError(
+            f"{place}: not a JSON object in UTF-8 ({error})", seen=raw[:80]
+        ) from error
+    if not isinstance(record, dict):
+        raise TaskFileError(f"{place}: not a JSON object", seen=raw[:80], allowed="a JSON object")
+    _check_values(place, record)
+    return record
+
+
+def _rows(batches: Iterable[Any], fault: str) -> Iterator[Record]:
+    """The rows of record batches. Raises TaskFileError for bytes that contradict the schema."""
+    # pyarrow is slow to import, and readers of JSONL do not need it.
+    from pyarrow import ArrowException
+
+    try:
+        for batch in batches:
+            batch.validate(full=True)
+            for first in range(0, batch.num_rows, BATCH):
+                yield from batch.slice(first, BATCH).to_pylist()
+    except (ArrowException, OSError) as error:
+        raise TaskFileError(f"{fault} ({error})") from error
+
+
+def _parquet_rows(files: Sequence[Path]) -> Iterator[Record]:
+    for file in files:
+        yield from _rows(_parquet_batches(file), f"task file {file}: not a Parquet file")
+
+
+def _parquet_batches(file: Path) -> Iterator[Any]:
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(file, page_checksum_verification=True) as source:
+        yield from source.iter_batches(BATCH)
+
+
+def _dataset_rows(directory: Path) -> Iterator[Record]:
+    state = directory / "state.json"
+    if (directory / "dataset_dict.json").is_file():
+        splits = sorted(one.parent.name for one in directory.glob("*/state.json"))
+        raise TaskFileError(
+            "a directory of several splits; name one of them",
+            seen=directory,
+            allowed=", ".join(f"{directory}/{split}" for split in splits),
+        )
+    if not state.exists() and (found := list(directory.rglob("*.parquet"))):  # the Hub's form
+        names = sorted({f"{file.parent}/{file.name.split('-')[0]}-*.parquet" for file in found})
+        raise TaskFileError(
+            "a directory of Parquet files; name those of a split",
+            seen=directory,
+            allowed=", ".join(names[:8]),
+        )
+    for file in _data_files(directory, state):
+        yield from _rows(_stream_batches(file), f"{file}: damaged Arrow data")
+
+
+def _data_files(directory: Path, state: Path) -> list[Path]:
+    allowed = "a directory that datasets.Dataset.save_to_disk wrote"
+    try:
+        found = json.loads(state.read_bytes())
+        files = [directory / Path(one["filename"]).name for one in found["_data_files"]]
+    except FileNotFoundError as error:
+        raise TaskFileError("no dataset on disk", seen=directory, allowed=allowed) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise TaskFileError(f"{state}: another form", seen=repr(error), allowed=allowed) from error
+    missing = [file for file in files if not file.is_file()]
+    if missing:
+        raise TaskFileError(f"{state} names a file that is not there", seen=missing[0])
+    return files
+
+
+def _stream_batches(file: Path) -> Iterator[Any]:
+    import pyarrow
+
+    mapped = pyarrow.memory_map(str(file))
+    size = mapped.size()
+    # A stream cut between two batches would read as a shorter stream.
+    if size < len(_END) or mapped.read_at(len(_END), size - len(_END)) != _END:
+        raise TaskFileError(f"{file}: ends before its end mark", seen=f"{size} bytes")
+    yield from pyarrow.ipc.open_stream(mapped)
+
+
+def _read_json(raw: bytes) -> Any:
+    """The value of a JSON text in UTF-8. Raises ValueError, also for NaN, for numbers beyond a
+    float and for a repeated key; RecursionError.
+    """
+    return json.loads(
+        raw.decode("utf-8"),
+        parse_constant=_no_number,
+        parse_float=_finite,
+        object_pairs_hook=_distinct,
+    )
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _no_number(text[:80])
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice[:80]!r} is repeated")
+    return found
+
+
+def _check_values(place: str, record: Record) -> None:
+    """Refuses a text that UTF-8 cannot encode and values that are nested too deeply.
+
+    Raises TaskFileError naming the field, such as `metadata.tests[2]`.
+    """
+    left: list[tuple[str, object, int]] = [("", record, 0)]
+    while left:
+        name, value, depth = left.pop()
+        if depth > MAX_DEPTH:
+            raise TaskFileError(
+                f"{place}: field {name[:80]!r} is nested too deep",
+                seen=f"over {MAX_DEPTH} levels",
+                allowed=f"{MAX_DEPTH} levels",
+            )
+        if isinstance(value, str):
+            _check_text(place, f"field {name[:80]!r}", value)
+        elif isinstance(value, list):
+            left += [(f"{name}[{index}]", one, depth + 1) for index, one in enumerate(value)]
+        elif isinstance(value, dict):
+            for key, one in value.items():
+                _check_text(place, f"a key in {name[:80]!r}" if name else "a field's name", key)
+                left.append((f"{name}.{key}" if name else key, one, depth + 1))
+
+
+def _check_text(place: str, what: str, text: str) -> None:
+    if (at := LONE_SURROGATE.search(text)) is None:
+        return
+    raise TaskFileError(
+        f"{place}: {what} holds half of a surrogate pair, which UTF-8 cannot spell",
+        seen=repr(text[max(0, at.start() - 20) : at.end() + 20]),
+        allowed="whole characters",
+    )

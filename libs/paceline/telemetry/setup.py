@@ -21,7 +21,7 @@ from opentelemetry.trace import (
 )
 
 from paceline.addresses import proxied
-from paceline.config.shared import TelemetryConfig
+from paceline.config import TelemetryConfig
 from paceline.errors import NotFound
 from paceline.telemetry import log, metrics, trace
 

@@ -15,7 +15,14 @@ from typing import BinaryIO
 from google.protobuf import json_format
 
 from paceline.errors import DataLoss, InvalidInput, WeightsError
-from paceline.tensors import MAX_TENSORS, NamedTensor, TensorLayout, is_finite, safetensors_header
+from paceline.tensors import (
+    DOCUMENTS,
+    MAX_TENSORS,
+    NamedTensor,
+    TensorLayout,
+    is_finite,
+    safetensors_header,
+)
 from paceline.v1.engine_pb2 import WeightTarget
 from paceline.v1.weights_pb2 import (
     WEIGHT_ENCODING_FULL,
@@ -24,7 +31,6 @@ from paceline.v1.weights_pb2 import (
     TensorSpec,
     WeightEncoding,
 )
-from paceline.weight_documents import DOCUMENTS
 from paceline.weights.chunks import content_hash, in_threads
 
 ENCODING_NAMES = {WEIGHT_ENCODING_FULL: "full", WEIGHT_ENCODING_SPARSE_DELTA: "sparse_delta"}

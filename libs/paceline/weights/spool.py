@@ -19,9 +19,9 @@ from google.protobuf import json_format
 
 from paceline.errors import DataLoss, InvalidInput, NotFound, ResourceExhausted, WeightsError
 from paceline.telemetry import get_logger
+from paceline.tensors import DOCUMENTS
 from paceline.trajectory import VersionSet
 from paceline.v1.weights_pb2 import Manifest
-from paceline.weight_documents import DOCUMENTS
 from paceline.weights import chunks
 from paceline.weights import manifest as manifests
 from paceline.weights.committed_sets import CommittedSets, Part, named, part_version

@@ -13,7 +13,8 @@ from paceline.plugins import import_filter
 from paceline.rpc import MOST_TASK_BYTES, leased
 from paceline.services.coordinator.config import CoordinatorConfig
 from paceline.services.coordinator.machine.state import Evaluation
-from paceline.tasks import Task, TaskFile, draw_tasks, open_tasks
+from paceline.tasks import Task, draw_tasks
+from paceline.tasks.file import TaskFile
 from paceline.v1.rollout_pb2 import RunTasksRequest, TaskSpec
 from paceline.v1.trajectory_pb2 import PURPOSE_EVAL, PURPOSE_TRAIN, SamplingParams
 
@@ -170,7 +171,7 @@ def _heldout(config: CoordinatorConfig, path: str) -> Sequence[Task]:
     """The tasks of evaluations. Raises ConfigError when they may exceed the samples of one call."""
     if not path:
         return []
-    tasks, evaluation = open_tasks(path, columns=config.columns), config.evaluation
+    tasks, evaluation = TaskFile(path, columns=config.columns), config.evaluation
     most = max(evaluation.heldout_prompts, evaluation.probe_prompts)
     setting = "coordinator.evaluation.heldout_prompts"
     tasks.check_call(setting, most, among=most, most_bytes=MOST_TASK_BYTES)
@@ -181,7 +182,7 @@ def _enough(config: CoordinatorConfig, path: str) -> TaskFile:
     """The training tasks of a file. Raises ConfigError when a step needs more."""
     own = config.task_filter
     keep = import_filter(own, "task filter") if own else None
-    tasks = open_tasks(path, keep, config.columns)
+    tasks = TaskFile(path, keep, config.columns)
     if len(tasks) < config.prompts_per_step:
         raise ConfigError(
             f"{path} has too few tasks", seen=config.prompts_per_step, allowed=f"1..{len(tasks)}"

@@ -10,10 +10,9 @@ from paceline import errors
 from paceline.local.patience import patient
 from paceline.services.drafter_trainer.messages import Judged
 from paceline.telemetry import get_logger
-from paceline.tensors import decode_safetensors
+from paceline.tensors import ACCEPTANCE, CONFIG, decode_safetensors
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER
 from paceline.v1.trajectory_pb2 import CommandContext
-from paceline.weight_documents import ACCEPTANCE, CONFIG
 from paceline.weights import PushReport, build_manifest, push, push_weights
 from paceline.whole_files import check_hashes
 

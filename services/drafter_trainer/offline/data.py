@@ -21,7 +21,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline.errors import ConfigError, InvalidInput
-from paceline.tasks.records import place_of, read_records
+from paceline.tasks.file import place_of, read_records
 
 FORMS = (
     '{"messages": [...]}, {"prompt": "...", "response": "..."} or '

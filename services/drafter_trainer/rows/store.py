@@ -139,4 +139,4 @@ def _placed(row: PackedRow) -> PackedRow:
     """
     if spare := spare_rows(row.states):
         row = row.padded(spare)
-    return row.pinned() if torch.cuda.is_available() else row
+    return row.changed(lambda _, t: t.pin_memory()) if torch.cuda.is_available() else row

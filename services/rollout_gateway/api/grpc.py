@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from paceline.errors import InvalidInput
-from paceline.messages import trajectory_to_proto, versions_to_proto
+from paceline.messages import to_message, versions_to_proto
 from paceline.rpc import EpochGuard, Track
 from paceline.services.rollout_gateway.api.http import openai_schema, requests
 from paceline.services.rollout_gateway.api.http.sessions import OpenBody
@@ -22,6 +22,7 @@ from paceline.services.rollout_gateway.sessions.registry import Ended, tree_json
 from paceline.services.rollout_gateway.sessions.session import Caller, Grant, Session
 from paceline.services.rollout_gateway.workers.lending import DRAIN_S, OUTLASTS_S
 from paceline.v1 import rollout_pb2 as rpb
+from paceline.v1 import trajectory_pb2 as tpb
 from paceline.v1.rollout_pb2_grpc import RolloutServiceServicer
 
 TRUNCATED, SPECIAL = "truncate_prompt_tokens", "add_special_tokens"
@@ -129,7 +130,7 @@ class RolloutServicer(RolloutServiceServicer):
             return rpb.GetSessionResponse(state=_state(found))
         return rpb.GetSessionResponse(
             state=_state(found),
-            branches=[trajectory_to_proto(one) for one in found.trajectories()],
+            branches=[to_message(one, tpb.Trajectory) for one in found.trajectories()],
             tree_json=json.dumps(tree_json(found), ensure_ascii=False),
         )
 

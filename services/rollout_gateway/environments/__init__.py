@@ -4,10 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
-from paceline.errors import InvalidInput
+from paceline.errors import InvalidInput, whole_text
 from paceline.services.rollout_gateway.chat.messages import Message
 from paceline.trajectory import REWARD_RANGE, is_reward
-from paceline.whole_text import whole_text
 
 FINISHES = ("stop", "length", "tool_calls", "abort", "error")
 """Finish reasons of an episode."""

@@ -13,13 +13,12 @@ from typing import Any, get_type_hints
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, is_whole, whole_text
 from paceline.plugins import find_variant
 from paceline.services.rollout_gateway.chat.messages import ToolCall
 from paceline.services.rollout_gateway.sandbox import Sandbox
 from paceline.services.rollout_gateway.sandbox.launcher.request import SandboxResult
 from paceline.telemetry import get_logger
-from paceline.whole_text import is_whole, whole_text
 
 MAX_ANSWER_CHARACTERS = 8000
 

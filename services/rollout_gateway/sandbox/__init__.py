@@ -14,14 +14,13 @@ from asyncio.subprocess import PIPE
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
-from paceline.errors import ConfigError, InvalidInput, Unavailable
+from paceline.errors import ConfigError, InvalidInput, Unavailable, is_whole
 from paceline.local.child import Child
 from paceline.local.patience import patient
 from paceline.local.user_directory import enterable_directory, locked_directory, user_directory
 from paceline.services.rollout_gateway.config import SandboxConfig
 from paceline.services.rollout_gateway.sandbox.launcher import request as launch
 from paceline.telemetry import get_logger
-from paceline.whole_text import is_whole
 
 log = get_logger(__name__)
 START_S = 30.0

@@ -16,10 +16,9 @@ from paceline.errors import WeightsError
 from paceline.local.patience import patient
 from paceline.models.adapters import DOWN, UP, AddedAdapters, MergedTensors, hash_of_start
 from paceline.models.loading import read_tensors
-from paceline.tensors import decode_safetensors
+from paceline.tensors import ADAPTERS, decode_safetensors
 from paceline.trajectory import VersionSet
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY as POLICY
-from paceline.weight_documents import ADAPTERS
 from paceline.weights import WeightSender, build_manifest
 from paceline.weights.shares import check_share, held_whole
 

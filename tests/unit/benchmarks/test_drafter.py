@@ -12,7 +12,7 @@ from benchmarks import demo_runs, drafter
 from benchmarks.demo_runs import DemoRun, demo_folder, two_digits
 from benchmarks.drafter import from_scratch, goals, planner, recovery, second_plans, write_mixes
 from benchmarks.result import Goal
-from paceline.tasks import read_tasks
+from paceline.tasks.file import read_tasks
 
 SHIFT = 30
 

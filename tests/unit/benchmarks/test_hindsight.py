@@ -11,7 +11,7 @@ from benchmarks import demo_runs
 from benchmarks.demo_runs import DemoRun
 from benchmarks.hindsight import ARMS, WORKLOADS, best_fixed, compare, settings_of
 from paceline.cli.plan import plan_run
-from paceline.tasks import read_tasks
+from paceline.tasks.file import read_tasks
 
 
 def run(arm: str, rate: float, seed: int = 0) -> DemoRun:

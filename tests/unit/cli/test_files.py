@@ -18,8 +18,7 @@ from typer.testing import CliRunner
 from benchmarks.demo_runs import demo_folder
 from paceline.cli.init import write_settings
 from paceline.cli.main import app
-from paceline.config import load_config
-from paceline.config.load import read_tables, write_tables
+from paceline.config.load import load_config, read_tables, write_tables
 from paceline.errors import ConfigError
 from paceline.local.redis import RedisLauncher
 from paceline.rpc import MOST_TASK_BYTES

@@ -18,8 +18,8 @@ from paceline.cli.run_files import (
     parse_override,
     repository_root,
 )
-from paceline.config import ServiceConfig, load_config
-from paceline.config.load import read_tables
+from paceline.config import ServiceConfig
+from paceline.config.load import load_config, read_tables
 from paceline.errors import ConfigError, InvalidInput, NotFound
 from paceline.services.coordinator.config import CoordinatorConfig
 from paceline.services.rollout_gateway.config import GatewayConfig

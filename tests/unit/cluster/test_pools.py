@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from paceline.cluster.nodes import CPU, GPU, Pool, addresses, check_room, pools_of
-from paceline.config import ServiceConfig, load_config
+from paceline.config import ServiceConfig
+from paceline.config.load import load_config
 from paceline.errors import ConfigError
 
 DEMO = Path(__file__).parents[3] / "examples/demo/demo.toml"

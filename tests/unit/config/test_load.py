@@ -7,7 +7,8 @@ from typing import Literal
 import pytest
 from pydantic import Field, ValidationError
 
-from paceline.config import Config, ServiceConfig, known_keys, load_config
+from paceline.config import Config, ServiceConfig, known_keys
+from paceline.config.load import load_config
 from paceline.errors import ConfigError
 from paceline.services.coordinator.config import EvaluationConfig
 from paceline.services.drafter_trainer.offline.config import OfflineConfig

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from paceline.config import Config, RedisConfig, RunConfig, ServiceConfig, load_config, print_config
-from paceline.config.load import read_tables, write_tables
+from paceline.config import Config, RedisConfig, RunConfig, ServiceConfig
+from paceline.config.load import load_config, print_config, read_tables, write_tables
 
 SECTION = "policy_trainer"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.config import load_config
+from paceline.config.load import load_config
 from paceline.errors import ConfigError
 from paceline.services.coordinator.config import CoordinatorConfig
 from paceline.tasks import MAX_SAMPLES

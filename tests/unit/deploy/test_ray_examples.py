@@ -21,7 +21,8 @@ import pytest
 import yaml
 
 from paceline.cluster.nodes import check_room, pools_of
-from paceline.config import SecurityConfig, ServiceConfig, load_config
+from paceline.config import SecurityConfig, ServiceConfig
+from paceline.config.load import load_config
 from paceline.local.patience import patient
 from paceline.local.services import SERVICES
 from paceline.rpc.security import check_security

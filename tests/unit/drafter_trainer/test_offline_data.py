@@ -124,7 +124,7 @@ GOOD = {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}
     [
         ("{nonsense", "not a JSON object"),
         ('{"prompt": "a", "response": NaN}', "NaN is no number of JSON"),
-        ('{"prompt": "a", "prompt": "b"}', "the key 'prompt' stands twice"),
+        ('{"prompt": "a", "prompt": "b"}', "the key 'prompt' is repeated"),
         ('{"prompt": "cut \\ud83d", "response": "a"}', "'prompt' holds half of a surrogate pair"),
         (
             '{"messages": [{"role": "user", "content": "\\ud83d"}]}',

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.config import ServiceConfig
-from paceline.config.shared import RunConfig, SecurityConfig
+from paceline.config import RunConfig, SecurityConfig, ServiceConfig
 from paceline.errors import ConfigError
 from paceline.local.patience import patient
 from paceline.local.tokens import announced, token_at, token_file, use_run_tokens
@@ -54,7 +53,7 @@ def test_services_that_start_together_get_the_same_tokens(
     program = (
         "import os\n"
         "from paceline.config import ServiceConfig\n"
-        "from paceline.config.shared import RunConfig\n"
+        "from paceline.config import RunConfig\n"
         "from paceline.local.tokens import use_run_tokens\n"
         f"use_run_tokens(ServiceConfig(run=RunConfig(dir={str(tmp_path / 'run')!r})))\n"
         "print(os.environ['PACELINE_TOKEN'], os.environ['PACELINE_AGENT_TOKEN'])\n"

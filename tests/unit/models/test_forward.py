@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from random_models import FAMILIES, random_model, save_random
+from random_models import FAMILIES, load_model, random_model, save_random
 from safetensors.torch import load_file, save_file
 
 from paceline.errors import DataLoss, InvalidInput, WeightsError
@@ -15,7 +15,8 @@ from paceline.models import products
 from paceline.models.cache import StaticCache, cache_rows
 from paceline.models.config import parse_config, read_config
 from paceline.models.decoder import DecoderWeights, forward_hidden, head_logits, make_block
-from paceline.models.loading import build_weights, load_model, read_tensors
+from paceline.models.in_place import ServedModel
+from paceline.models.loading import read_tensors
 
 CPU = torch.device("cpu")
 TOKENS = 120
@@ -195,7 +196,7 @@ def test_a_wrong_tensor_is_refused_by_name(fault: str, tmp_path: Path) -> None:
         case "nan":
             tensors[name][3, 4] = float("nan")
     with pytest.raises(WeightsError, match=name):
-        build_weights(config, tensors, dtype=torch.float32, positions=16)
+        ServedModel(config, torch.float32, 16).build(tensors)
 
 
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
@@ -215,5 +216,5 @@ def test_the_head_hash_is_that_of_the_stored_bytes(tmp_path: Path) -> None:
     save_file(halves, tmp_path / "half.safetensors")
     stored = load_file(tmp_path / "half.safetensors")["lm_head.weight"]
     expected = hashlib.sha256(stored.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
-    weights = build_weights(read_config(tmp_path), halves, dtype=torch.float32, positions=16)
+    weights = ServedModel(read_config(tmp_path), torch.float32, 16).build(halves)
     assert weights.head_hash == expected

@@ -126,21 +126,6 @@ def test_scales_follow_the_weights(profile: str, versions: list[Path], tmp_path:
     assert changed == {f"layers.{index}.down.scales" for index in range(2)}
 
 
-def test_only_what_all_parts_are_given_of_is_updated(versions: list[Path]) -> None:
-    model = model_of(versions[0], "fp8_tensor")
-    new = read_tensors(versions[1])
-    some = {name: one for name, one in new.items() if ".layers.1." in name or "norm" in name}
-    built = dict(model.built(some))
-    assert {name for name in built if name.startswith("layers.1.")} == {
-        name for name in storages(model.load(versions[0])) if name.startswith("layers.1.")
-    }
-    assert not any("qkv" in name for name in built if not name.startswith("layers.1."))
-    del some["model.layers.1.self_attn.k_proj.weight"]
-    with pytest.raises(WeightsError, match=r"layers\.1\.qkv is served whole.*k_proj") as caught:
-        list(model.built(some))
-    assert "q_proj" in (caught.value.seen or "")
-
-
 def peak_of(call: Callable[[], object]) -> int:
     """Return the peak of torch's allocated bytes during the call, above the bytes at its start."""
     with recorded(activities=[ProfilerActivity.CPU], profile_memory=True) as found:

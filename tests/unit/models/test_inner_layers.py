@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.models.inner_layers import (
+from paceline.speculators.kinds import (
     check_inner_layers,
     default_inner_layers,
     eagle3_inner_layers,

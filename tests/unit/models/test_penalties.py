@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from paceline.models.sampling import PenaltyParams, add_bias_, node_counts, node_depths, penalised
+from paceline.models.sampling import add_bias_, node_counts, node_depths, penalised
 
 VOCAB = 7
 
@@ -80,8 +80,10 @@ def test_repetition_penalty_is_that_of_transformers(strength: float) -> None:
     counts = torch.zeros(2, VOCAB, dtype=torch.int32).scatter_add_(
         1, response, torch.ones(2, 2, dtype=torch.int32)
     )
-    params = PenaltyParams.of([strength] * 2, [0.0] * 2, [0.0] * 2)
-    assert torch.equal(penalised(logits[:, None], holds, counts[:, None], params)[:, 0], expected)
+    strengths = [(strength, 0.0, 0.0)] * 2
+    assert torch.equal(
+        penalised(logits[:, None], holds, counts[:, None], strengths)[:, 0], expected
+    )
 
 
 def test_all_penalties_and_the_bias_follow_the_written_formula_in_its_order() -> None:
@@ -97,7 +99,7 @@ def test_all_penalties_and_the_bias_follow_the_written_formula_in_its_order() ->
         torch.tensor(logits)[None, None],
         torch.tensor(holds, dtype=torch.bool)[None],
         torch.tensor(counts)[None, None],
-        PenaltyParams.of([r], [f], [p]),
+        [(r, f, p)],
     )[0]
     add_bias_(found, torch.tensor(list(bias)), torch.tensor(list(bias.values())))
     np.testing.assert_allclose(found[0].numpy(), expected, rtol=1e-6)
@@ -107,14 +109,14 @@ def test_frequency_and_presence_leave_tokens_of_the_prompt_alone() -> None:
     logits = torch.randn(1, 1, VOCAB, generator=torch.Generator().manual_seed(0))
     nothing_said = torch.zeros(1, 1, VOCAB, dtype=torch.int32)
     everything_asked = torch.ones(1, VOCAB, dtype=torch.bool)
-    params = PenaltyParams.of([1.0], [2.0], [2.0])
-    assert torch.equal(penalised(logits, everything_asked, nothing_said, params), logits)
+    strengths = [(1.0, 2.0, 2.0)]
+    assert torch.equal(penalised(logits, everything_asked, nothing_said, strengths), logits)
 
 
 def test_neutral_values_leave_every_bit() -> None:
     logits = torch.randn(3, 2, VOCAB, generator=torch.Generator().manual_seed(1)) * 30
     counts = torch.full((3, 2, VOCAB), 5, dtype=torch.int32)
-    params = PenaltyParams.of([1.0] * 3, [0.0] * 3, [0.0] * 3)
+    strengths = [(1.0, 0.0, 0.0)] * 3
     assert torch.equal(
-        penalised(logits, torch.ones(3, VOCAB, dtype=torch.bool), counts, params), logits
+        penalised(logits, torch.ones(3, VOCAB, dtype=torch.bool), counts, strengths), logits
     )

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from paceline.config import load_config
+from paceline.config.load import load_config
 from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig
 from paceline.models.profiles import PROFILES, ROUNDED, chosen_profile

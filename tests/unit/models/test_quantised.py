@@ -24,14 +24,13 @@ from paceline.models.decoder import (
     head_logits,
     make_block,
 )
-from paceline.models.loading import build_weights, read_tensors
+from paceline.models.in_place import ServedModel
+from paceline.models.loading import read_tensors
 from paceline.models.profiles import PROFILES, ROUNDED, Profile
 from paceline.models.quantised import (
     EXACT_COLUMNS,
     FUSED_ROWS,
-    Fp8Matrix,
-    Int8Matrix,
-    RoundedMatrix,
+    QuantisedMatrix,
     quantised,
 )
 
@@ -45,14 +44,15 @@ def torchao() -> None:
     pytest.importorskip("torchao", reason="INT8 weights are rounded by torchao: the extra `int8`")
 
 
-def stored(seed: int, rows: int, width: int, dtype: torch.dtype) -> Int8Matrix:
+def stored(seed: int, rows: int, width: int, dtype: torch.dtype) -> QuantisedMatrix:
     """A random matrix of eight-bit numbers, made without torchao."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(-128, 128, (rows, width), generator=generator, dtype=torch.int8)
-    return Int8Matrix(values, (torch.rand(rows, generator=generator) * 0.01 + 1e-4).to(dtype))
+    scales = torch.rand(rows, generator=generator) * 0.01 + 1e-4
+    return QuantisedMatrix(values, scales.to(dtype), INT8)
 
 
-def served(matrix: Int8Matrix) -> np.ndarray:
+def served(matrix: QuantisedMatrix) -> np.ndarray:
     """The matrix that is multiplied with, float64."""
     return np.asarray(matrix.values.double() * matrix.scales.double()[:, None])
 
@@ -171,7 +171,7 @@ def test_inner_states_are_what_the_layers_below_make_of_the_rounded_weights(
     """
     save_random(tmp_path, "qwen3")
     config, tensors = read_config(tmp_path), read_tensors(tmp_path)
-    eight = build_weights(config, tensors, dtype=torch.float32, positions=32, profile=INT8)
+    eight = ServedModel(config, torch.float32, 32, INT8).build(tensors)
     ids = torch.randint(3, 97, (3, 32), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         rows = hidden_states(eight, ids, (1, 2)).split(config.hidden_size, dim=-1)
@@ -192,8 +192,8 @@ def test_logits_stay_near_those_of_the_whole_weights(family: str, tmp_path: Path
     """One per cent of the logits' spread: weights move by 0.3 % of their row's largest at most."""
     save_random(tmp_path, family)
     config, tensors = read_config(tmp_path), read_tensors(tmp_path)
-    plain = build_weights(config, tensors, dtype=torch.float32, positions=32)
-    eight = build_weights(config, tensors, dtype=torch.float32, positions=32, profile=INT8)
+    plain = ServedModel(config, torch.float32, 32).build(tensors)
+    eight = ServedModel(config, torch.float32, 32, INT8).build(tensors)
     ids = torch.randint(3, 97, (3, 32), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         expected, seen = logits(plain, ids), logits(eight, ids)
@@ -205,13 +205,13 @@ def test_logits_stay_near_those_of_the_whole_weights(family: str, tmp_path: Path
 def test_embedding_norms_and_head_stay_as_they_are(tmp_path: Path) -> None:
     save_random(tmp_path, "qwen3")
     config, tensors = read_config(tmp_path), read_tensors(tmp_path)
-    plain = build_weights(config, tensors, dtype=torch.float32, positions=8)
-    eight = build_weights(config, tensors, dtype=torch.float32, positions=8, profile=INT8)
+    plain = ServedModel(config, torch.float32, 8).build(tensors)
+    eight = ServedModel(config, torch.float32, 8, INT8).build(tensors)
     for name in ("embed", "norm", "head"):
         assert torch.equal(getattr(eight, name), getattr(plain, name))
     assert eight.head_hash == plain.head_hash
     for layer, whole in zip(eight.layers, plain.layers, strict=True):
-        assert all(isinstance(getattr(layer, name), Int8Matrix) for name in MATRICES)
+        assert all(isinstance(getattr(layer, name), QuantisedMatrix) for name in MATRICES)
         assert layer.input_norm is not None
         assert whole.input_norm is not None
         assert torch.equal(layer.input_norm, whole.input_norm)
@@ -263,7 +263,7 @@ def test_scales_of_e4m3_are_torchaos(profile: Profile) -> None:
 def test_every_number_of_e4m3_is_multiplied_as_it_is() -> None:
     bits = torch.arange(256, dtype=torch.uint8)
     values = bits[(bits & 127) != 127].view(torch.float8_e4m3fn)[:, None]  # but NaN
-    matrix = Fp8Matrix(values, torch.ones(1))
+    matrix = QuantisedMatrix(values, torch.ones(1), PROFILES["fp8_tensor"])
     assert torch.equal(matrix.product(torch.ones(1, 1))[0], values[:, 0].float())
 
 
@@ -275,7 +275,7 @@ def test_rounded_activations_are_multiplied_as_whole_numbers(
 ) -> None:
     """Compare with int64: sums of up to 2500 products of eight bits do not fit into float32."""
     kept = stored(5, 70, width, dtype)
-    matrix = RoundedMatrix(kept.values, kept.scales)
+    matrix = replace(kept, profile=PROFILES["int8_w8a8"])
     x = (3 * torch.randn(rows, width, generator=torch.Generator().manual_seed(6))).to(dtype)
     exact = x.double().numpy()
     step = np.float32(np.abs(exact).max(axis=1, keepdims=True)) / np.float32(127)
@@ -291,7 +291,7 @@ def test_rounded_activations_are_multiplied_as_whole_numbers(
 def test_rows_of_rounded_activations_do_not_depend_on_their_neighbours() -> None:
     for dtype in DTYPES:
         kept = stored(3, 70, 96, dtype)
-        matrix = RoundedMatrix(kept.values, kept.scales)
+        matrix = replace(kept, profile=PROFILES["int8_w8a8"])
         x = torch.randn(40, 96, generator=torch.Generator().manual_seed(4)).to(dtype)
         whole = matrix.product(x)
         for start in range(0, 40, 7):
@@ -301,7 +301,7 @@ def test_rows_of_rounded_activations_do_not_depend_on_their_neighbours() -> None
 def test_activations_of_zeros_stay_zero() -> None:
     kept = stored(5, 70, 96, torch.float32)
     assert torch.equal(
-        RoundedMatrix(kept.values, kept.scales).product(torch.zeros(2, 96)), torch.zeros(2, 70)
+        replace(kept, profile=PROFILES["int8_w8a8"]).product(torch.zeros(2, 96)), torch.zeros(2, 70)
     )
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from random_models import save_random
+from random_models import load_model, save_random
 from safetensors.torch import save_file
 
 from paceline.errors import InvalidInput
-from paceline.models.loading import load_model, read_tensors
+from paceline.models.loading import read_tensors
 
 
 def test_an_optimisers_state_beside_the_weights_is_left_alone(tmp_path: Path) -> None:

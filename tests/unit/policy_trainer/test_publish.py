@@ -26,10 +26,9 @@ from paceline.services.policy_trainer import publish
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.learn.weights import EMBEDDING, HEAD
 from paceline.services.policy_trainer.publish import check_same_model
-from paceline.tensors import NamedTensor, decode_safetensors, head_hash
+from paceline.tensors import ADAPTERS, DOCUMENTS, NamedTensor, decode_safetensors, head_hash
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY_HEAD
 from paceline.v1.weights_pb2 import Manifest
-from paceline.weight_documents import ADAPTERS, DOCUMENTS
 from paceline.weights import (
     SERVICE_NAME,
     Spool,

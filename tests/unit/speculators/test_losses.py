@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.speculators.losses import draft_losses, eagle_loss, teacher_of
+from paceline.speculators.net import draft_losses, eagle_loss, teacher_of
 
 
 def formula(

@@ -329,15 +329,15 @@ def test_a_prompt_that_begins_counts_what_those_that_run_leave_it_and_takes_noth
     assert [counted(store, 1), counted(store, 2), store.tokens] == [40, 15, 55]
 
 
-def test_a_prompt_that_nobody_answers_makes_room_for_one_that_begins() -> None:
-    store = store_with({1: [30], 2: [20], 3: [40]}, tokens=60)
-    for number in (1, 2):
+def test_counts_of_a_prompt_end_with_its_last_running_sequence() -> None:
+    store = store_with({1: [30], 2: [20]}, tokens=60)
+    for number in (1, 2, 2):
         store.begin(prompt_key([number]))
         counted(store, number)
+    for number in (1, 2):
         store.end(prompt_key([number]), [], 0)
-    store.begin(prompt_key([3]))
-    assert counted(store, 3) == 40
-    assert list(store._counted) == [prompt_key([2]), prompt_key([3])], "the last to end stays"
+    assert list(store._counted) == [prompt_key([2])]
+    assert store.tokens == 20
 
 
 def test_a_prompt_that_is_answered_all_the_time_is_counted_anew_when_it_fills_the_room() -> None:
@@ -349,17 +349,6 @@ def test_a_prompt_that_is_answered_all_the_time_is_counted_anew_when_it_fills_th
         store.end(key, [1] * 20, 0)
         assert store.tokens <= 60
     assert ended == [0, 20, 40, 60, 60, 60, 60]
-
-
-def test_a_prompt_that_nobody_answers_makes_room_for_one_that_grows() -> None:
-    store = store_with({1: [30], 2: [25]}, tokens=60)
-    for number in (1, 2, 2):
-        store.begin(prompt_key([number]))
-        counted(store, number)
-    store.end(prompt_key([1]), [], 0)
-    store.end(prompt_key([2]), [2] * 20, 0)
-    assert list(store._counted) == [prompt_key([2])]
-    assert store.tokens == 45
 
 
 OPERATIONS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 12)), max_size=60)
@@ -384,7 +373,5 @@ def test_what_is_counted_stays_within_its_tokens_whoever_runs(
             running[key].pop(0)
             store.leave(key)
         assert store.tokens == sum(one.ended for one in store._counted.values()) <= 40
-        assert all(store._counted[one].ended for one in store._counted if not running[one]), (
-            "what nobody asks for and says nothing is not held"
-        )
+        assert all(running[one] for one in store._counted), "counts without a running sequence"
     assert dict(store._running) == {key: len(one) for key, one in running.items() if one}

@@ -11,7 +11,8 @@ import pyarrow
 import pytest
 from pyarrow import ipc, parquet
 
-from paceline.tasks import Task, TaskFileError, draw_tasks, open_tasks, read_tasks, write_tasks
+from paceline.tasks import Task, TaskFileError, draw_tasks, write_tasks
+from paceline.tasks.file import TaskFile, read_tasks
 
 ROWS = [{"task_id": f"t{i}", "prompt": f"{i}=", "answer": str(i), "level": i} for i in range(2500)]
 TASKS = [Task(f"t{i}", f"{i}=", str(i), {"level": str(i)}) for i in range(2500)]
@@ -46,14 +47,14 @@ def written(directory: Path, form: str) -> Path:
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet", "dataset"])
 def test_every_form_gives_the_same_tasks_in_the_same_drawn_order(tmp_path: Path, form: str) -> None:
-    tasks = open_tasks(written(tmp_path, form))
+    tasks = TaskFile(written(tmp_path, form))
     assert (len(tasks), list(tasks)) == (2500, TASKS)
     assert (tasks[-1], tasks[998:1002]) == (TASKS[-1], TASKS[998:1002])
     with pytest.raises(IndexError):
         tasks[2500]
     drawn = [*islice(draw_tasks(tasks, seed=3), 2600)]
     assert drawn == [*islice(draw_tasks(TASKS, seed=3), 2600)]
-    resumed = draw_tasks(open_tasks(tmp_path / tasks_path(form)), seed=3, position=2400)
+    resumed = draw_tasks(TaskFile(tmp_path / tasks_path(form)), seed=3, position=2400)
     assert [*islice(resumed, 200)] == drawn[2400:]
 
 
@@ -62,7 +63,7 @@ def tasks_path(form: str) -> str:
 
 
 def test_a_filter_leaves_out_tasks_before_they_are_shuffled(tmp_path: Path) -> None:
-    odd = open_tasks(written(tmp_path, "parquet"), keep=lambda task: int(task.answer) % 2 == 1)
+    odd = TaskFile(written(tmp_path, "parquet"), keep=lambda task: int(task.answer) % 2 == 1)
     assert (len(odd), list(odd)) == (1250, TASKS[1::2])
 
 

@@ -15,7 +15,8 @@ from pyarrow import parquet
 
 from paceline.errors import InvalidInput
 from paceline.plugins import import_filter
-from paceline.tasks import Task, TaskFileError, open_tasks, read_tasks
+from paceline.tasks import Task, TaskFileError
+from paceline.tasks.file import TaskFile, read_tasks
 
 HALF = "\ud83d"
 GOOD = {"task_id": "t1", "prompt": "1+1=", "answer": "2"}
@@ -128,8 +129,8 @@ def test_every_task_of_a_record_without_one_can_be_sent(tmp_path: Path, value: A
         ('{"prompt": "1=", "answer": NaN}', "NaN is no number of JSON"),
         ('{"prompt": "1=", "answer": "1", "level": [-Infinity]}', "-Infinity is no number"),
         ('{"prompt": "1=", "answer": "1", "level": 1e999}', "1e999 is no number"),
-        ('{"prompt": "1=", "prompt": "2=", "answer": ""}', "the key 'prompt' stands twice"),
-        ('{"prompt": "1=", "answer": "", "m": {"a": 1, "a": 2}}', "the key 'a' stands twice"),
+        ('{"prompt": "1=", "prompt": "2=", "answer": ""}', "the key 'prompt' is repeated"),
+        ('{"prompt": "1=", "answer": "", "m": {"a": 1, "a": 2}}', "the key 'a' is repeated"),
         ('{"prompt": "1=", "answer": %s}' % ("9" * 5000), "4300 digits"),
         (
             '{{"prompt": "1=", "answer": "", "m": {}1{}}}'.format("[" * 70, "]" * 70),
@@ -158,7 +159,7 @@ def test_a_byte_order_mark_and_the_line_ends_of_windows_are_read(tmp_path: Path)
     file = tmp_path / "tasks.jsonl"
     lines = [json.dumps(GOOD), "", json.dumps(GOOD | {"task_id": "t2"}), " "]
     file.write_bytes(codecs.BOM_UTF8 + "\r\n".join(lines).encode())
-    tasks = open_tasks(file)
+    tasks = TaskFile(file)
     assert [task.task_id for task in tasks] == ["t1", "t2"]
     assert tasks[1].prompt == "1+1="
 
@@ -174,7 +175,7 @@ def test_parquet_text_that_utf8_cannot_spell_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "tasks.parquet"
     parquet.write_table(pyarrow.table({"prompt": column, "answer": ["1", "2"]}), file)
     with pytest.raises(TaskFileError, match=r"tasks\.parquet"):
-        open_tasks(file)
+        TaskFile(file)
 
 
 def test_a_filter_that_raises_is_refused_with_the_line_at_which_it_did(tmp_path: Path) -> None:
@@ -182,14 +183,14 @@ def test_a_filter_that_raises_is_refused_with_the_line_at_which_it_did(tmp_path:
     (tmp_path / "own.py").write_text("def keep(task):\n    return int(task.answer) > 0\n")
     keep = import_filter(f"{tmp_path}/own.py:keep", "task filter")
     with pytest.raises(InvalidInput, match=r"line 2: the task filter failed: ValueError: inv"):
-        open_tasks(file, keep)
+        TaskFile(file, keep)
 
 
 def test_the_largest_tasks_are_measured_in_the_bytes_that_they_are_sent_as(tmp_path: Path) -> None:
     rows = [
         {"task_id": f"t{i}", "prompt": "é" * size, "answer": ""} for i, size in enumerate((1, 9, 4))
     ]
-    tasks = open_tasks(written(tmp_path, *map(json.dumps, rows)))
+    tasks = TaskFile(written(tmp_path, *map(json.dumps, rows)))
     size, place = tasks.largest(2)
     assert (size, place.endswith("line 2")) == (2 * (9 + 4) + 2 * 2, True)
     assert tasks.largest(5, among=1)[0] == 4

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.tasks import Columns, Task, TaskFileError
-from paceline.tasks.columns import task_of
+from paceline.tasks import Columns, Task, TaskFileError, task_of
 
 SYSTEM = {"role": "system", "content": "Be short."}
 USER = {"role": "user", "content": "6*7?"}
@@ -65,15 +64,18 @@ def test_a_record_is_read_by_its_columns(record: dict[str, Any], task: Task) -> 
         ({"question": "q"}, "field 'answer' is missing"),
         ({"question": "q", "answer": "so #### "}, "nothing follows ####; seen: so ####"),
         ({"question": None, "answer": "1"}, "'question' is not text; seen: None"),
-        ({"messages": []}, r"asks for nothing; seen: \[\]"),
-        ({"messages": [SYSTEM]}, r"asks for nothing; seen: \['system'\]; allowed: a last message"),
+        ({"messages": []}, r"has no last message of the user; seen: \[\]"),
+        (
+            {"messages": [SYSTEM]},
+            r"has no last message of the user; seen: \['system'\]; allowed: a last message",
+        ),
         ({"messages": "hello"}, "messages is no list; seen: 'hello'"),
         (
             {"messages": [USER, "hello"]},
             r"messages\[1\] is a message of another form; seen: 'hello'; allowed: role",
         ),
         ({"messages": [{"role": "robot", "content": "x"}]}, "of another form; seen: .*robot"),
-        ({"prompt": [USER, GIVEN, GIVEN]}, "prompt asks for nothing"),
+        ({"prompt": [USER, GIVEN, GIVEN]}, "prompt has no last message of the user"),
         ({"prompt": "1=", "answer": True}, "'answer' is not text or a number; seen: True"),
         ({"prompt": "1=", "answer": None}, "'answer' is not text or a number; seen: None"),
         ({"prompt": "1=", "answer": ["1"]}, "'answer' is not text or a number"),

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.demo_runs import two_digits
 from examples.demo import gcd_chain
-from paceline.tasks import read_tasks
+from paceline.tasks.file import read_tasks
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo"
 TOKENIZER = Tokenizer.from_file(str(DEMO / "policy_start" / "tokenizer.json"))

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import InvalidInput
-from paceline.tasks import Task, TaskFileError, draw_tasks, read_tasks, write_tasks
+from paceline.tasks import Task, TaskFileError, draw_tasks, write_tasks
+from paceline.tasks.file import read_tasks
 
 GOOD = '{"task_id": "t1", "prompt": "48:36=", "answer": "12"}'
 

@@ -9,8 +9,8 @@ import json
 import re
 from typing import Any
 
+from paceline.errors import is_whole
 from paceline.services.rollout_gateway.chat.tool_formats import base
-from paceline.whole_text import is_whole
 
 DEEPEST = 100
 """Deepest nesting of objects and arrays, since later readers of the arguments (clients, templates)

@@ -12,10 +12,10 @@ from pydantic import AfterValidator, Field
 
 from paceline.config import Config
 from paceline.errors import ConfigError, InvalidInput
-from paceline.models import config, inner_layers, profiles
+from paceline.models import config, profiles
 from paceline.services.rollout_gateway.engines.nouns import RowLayout
 from paceline.services.rollout_gateway.engines.settings import ModelSpec
-from paceline.speculators.kinds import inner_layers_read
+from paceline.speculators.kinds import check_inner_layers, inner_layers_read
 
 
 def _checked(value: str) -> str:
@@ -85,7 +85,7 @@ def row_layout(model_dir: Path, drafters: Sequence[str], asked: tuple[int, ...])
     hidden_size = int(model.get("hidden_size", 0))
     num_layers = int(model.get("num_hidden_layers", 0))
     needed = inner_layers_read(drafters, num_layers)
-    inner_layers.check_inner_layers(asked, num_layers)
+    check_inner_layers(asked, num_layers)
     if asked and not set(needed) <= set(asked):
         raise ConfigError(
             "gateway.features.layers leaves out what a drafter reads",

@@ -104,13 +104,11 @@ class Penalties:
             )
             holds = torch.stack([one.prompt_holds for one in counted_rows])
             asked = [one.request.sampling for one in counting.values()]
-            params = sampling.PenaltyParams.of(
-                [one.repetition_penalty for one in asked],
-                [one.frequency_penalty for one in asked],
-                [one.presence_penalty for one in asked],
-                logits.device,
-            )
-            adjusted[index] = sampling.penalised(logits[index], holds, counts, params)
+            strengths = [
+                (one.repetition_penalty, one.frequency_penalty, one.presence_penalty)
+                for one in asked
+            ]
+            adjusted[index] = sampling.penalised(logits[index], holds, counts, strengths)
 
         confined = any(one.request.sampling.confined for one in asking.values())
         depths = sampling.node_depths(token_ids, parents) if confined else token_ids

@@ -9,12 +9,11 @@ import gumbel_oracle
 import numpy as np
 import pytest
 import torch
-from random_models import save_random
+from random_models import load_model, save_random
 from transformers import PreTrainedModel
 
 from paceline.errors import ConfigError, InvalidInput, MissingCapability, WeightsError
 from paceline.models.config import read_config
-from paceline.models.loading import load_model
 from paceline.services.rollout_gateway.engines.base import Engine
 from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec

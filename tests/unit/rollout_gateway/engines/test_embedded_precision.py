@@ -185,7 +185,7 @@ def test_only_the_policys_matrices_are_rounded(
         rounded.append(tuple(weight.shape))
         return quantised(weight, profile)
 
-    monkeypatch.setattr("paceline.models.records.quantised", noted)
+    monkeypatch.setattr("paceline.models.loading.quantised", noted)
     plain, eight = build(tmp_path), build(tmp_path, profile="int8")
     assert rounded == [(96, 48), (48, 48), (160, 48), (48, 80)] * 3
     assert eight.lm_head_hash == plain.lm_head_hash

@@ -241,8 +241,8 @@ def test_a_setting_of_a_checkpoint_that_cannot_work_is_named(
         (
             {"architectures": ["Qwen2ForCausalLMEagle"]},
             "architectures",
-            "Qwen2ForCausalLMEagle",
-            "LlamaForCausalLMEagle",
+            "['Qwen2ForCausalLMEagle']",
+            "['LlamaForCausalLMEagle']",
         ),
     ],
     ids=str,

@@ -14,11 +14,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_models import save_random
+from random_models import load_model, save_random
 
 from paceline.models.cache import StaticCache
 from paceline.models.decoder import forward_hidden, head_logits, make_block
-from paceline.models.loading import load_model
 from paceline.services.rollout_gateway.engines.embedded.budget import (
     PROBE_EVERY,
     Budget,

@@ -16,6 +16,7 @@ from paceline.errors import InvalidInput, WeightsError
 from paceline.messages import versions_to_proto
 from paceline.models import in_place
 from paceline.models.in_place import storages
+from paceline.models.loading import ServedTensor, model_records
 from paceline.models.profiles import ROUNDED
 from paceline.services.rollout_gateway.engines.base import EngineBroken
 from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
@@ -210,8 +211,8 @@ def test_a_version_that_cannot_be_staged_at_any_tensor_leaves_the_old_set_servin
 ) -> None:
     engine = build(versions[0], profile)
     before = said(engine)
-    built = in_place.loading.built_of
-    records = engine._weights._model.records
+    built = ServedTensor.built
+    records = list(model_records(engine._weights.policy.config))
     for count in range(len(records)):
         seen = iter(range(len(records)))
 
@@ -221,7 +222,7 @@ def test_a_version_that_cannot_be_staged_at_any_tensor_leaves_the_old_set_servin
             return built(*given)  # type: ignore[arg-type]
 
         with monkeypatch.context() as patch:
-            patch.setattr(in_place.loading, "built_of", some)
+            patch.setattr(ServedTensor, "built", some)
             with pytest.raises(Interrupted):
                 prepare(engine, 1, versions[1])
         with pytest.raises(WeightsError, match="not prepared"):

@@ -13,8 +13,7 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
-from paceline.config import load_config
-from paceline.config.load import toml_value
+from paceline.config.load import load_config, toml_value
 from paceline.errors import ConfigError
 from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.engines.sglang import host

@@ -15,8 +15,8 @@ from unit.speculators.dflash_rows import BLOCK, MASK, rough_net
 from unit.speculators.eagle3_rows import TARGET, document
 
 from paceline.errors import InvalidInput, WeightsError
-from paceline.models.inner_layers import dflash_inner_layers
 from paceline.speculators.dflash import DflashNet, DflashOptions
+from paceline.speculators.kinds import dflash_inner_layers
 from paceline.speculators.net import read_drafter
 
 LAYER_NAMES = (

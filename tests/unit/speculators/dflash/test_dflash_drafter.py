@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_models import save_random
+from random_models import load_model, save_random
 from torch import Tensor
 from unit.drafter_trainer.samples import chain_logits
 from unit.speculators.eagle3_rows import LAYERS, row_of
@@ -20,10 +20,8 @@ from unit.speculators.eagle3_rows import LAYERS, row_of
 from paceline.errors import ConfigError, DataLoss, WeightsError
 from paceline.models import decoder
 from paceline.models.decoder import DecoderWeights
-from paceline.models.loading import load_model
 from paceline.speculators.base import DraftBatch, DraftShape, SpeculatorSetup
-from paceline.speculators.dflash import DflashNet, DflashOptions
-from paceline.speculators.dflash_drafter import DflashDrafter
+from paceline.speculators.dflash import DflashDrafter, DflashNet, DflashOptions
 from paceline.speculators.kinds import find_kind
 from paceline.speculators.net import build_drafter
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from random_models import FAMILIES, save_random
+from random_models import FAMILIES, load_model, save_random
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from paceline.errors import InvalidInput, WeightsError
 from paceline.models.decoder import DecoderWeights
-from paceline.models.loading import load_model
 from paceline.speculators.base import DraftBatch, DraftShape, SpeculatorSetup
-from paceline.speculators.eagle import EagleDrafter, EagleNet, EagleOptions, chain_features
+from paceline.speculators.eagle import EagleDrafter, EagleNet, EagleOptions
+from paceline.speculators.packed import PackedRow
 
 TOKENS = 30
 
@@ -30,6 +30,29 @@ def rough_net(weights: DecoderWeights, **options: object) -> EagleNet:
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
     net.bind(weights.embed, weights.head)
     return net
+
+
+def chain_of(
+    net: EagleNet,
+    hidden: torch.Tensor,
+    next_tokens: torch.Tensor,
+    steps: int,
+    positions: torch.Tensor | None = None,
+    documents: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """Features [T, H] of each step, of states [T, H] and tokens [T]."""
+    count = len(hidden)
+    row = PackedRow(
+        states=hidden,
+        next_states=hidden,
+        next_tokens=next_tokens,
+        draft_tokens=next_tokens,
+        positions=torch.arange(count) if positions is None else positions,
+        documents=torch.zeros(count, dtype=torch.int64) if documents is None else documents,
+        valid=torch.ones(count, dtype=torch.bool),
+        lm_head_hash="",
+    )
+    return [features for features, _, _ in net.unroll(row, steps)]
 
 
 def rows(seed: int = 0, batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,12 +100,9 @@ def test_engine_drafts_what_the_trainers_chain_predicts(
         lengths = [TOKENS, TOKENS - 7]
         drafts = drafter.propose(DraftBatch([1, 2], lengths, known, states), DraftShape(5))
         for row, n in enumerate(lengths):
-            sequence = torch.cat((tokens[row, :n], drafts.tokens[row]))[None]
-            positions = torch.arange(n + 4)[None]
-            chain = chain_features(
-                net, hidden[row : row + 1, : n + 4], sequence[:, 1:], positions, 5
-            )
-            shares = [torch.softmax(net.logits(one)[0, n - 2], dim=-1).max(dim=-1) for one in chain]
+            sequence = torch.cat((tokens[row, :n], drafts.tokens[row]))
+            chain = chain_of(net, hidden[row, : n + 4], sequence[1:], 5)
+            shares = [torch.softmax(net.logits(one)[n - 2], dim=-1).max(dim=-1) for one in chain]
             assert drafts.tokens[row].tolist() == [int(one.indices) for one in shares]
             expected = torch.stack([one.values for one in shares]).cumprod(dim=0)
             torch.testing.assert_close(drafts.scores[row], expected, rtol=1e-4, atol=1e-6)
@@ -109,19 +129,11 @@ def test_every_node_of_a_tree_scores_as_its_path_alone(family: str, tmp_path: Pa
             while above:
                 path.insert(0, int(drafts.tokens[row, above - 1]))
                 above = int(drafts.parents[row, above - 1])
-            sequence = torch.cat((tokens[row, :n], torch.tensor(path)))[None]
+            sequence = torch.cat((tokens[row, :n], torch.tensor(path)))
             count = n - 1 + len(path)
             with torch.no_grad():
-                chain = chain_features(
-                    net,
-                    hidden[row : row + 1, :count],
-                    sequence[:, 1:],
-                    torch.arange(count)[None],
-                    len(path),
-                )
-                steps = [
-                    torch.log_softmax(net.logits(features)[0, n - 2], dim=-1) for features in chain
-                ]
+                chain = chain_of(net, hidden[row, :count], sequence[1:], len(path))
+                steps = [torch.log_softmax(net.logits(one)[n - 2], dim=-1) for one in chain]
             expected = sum(float(step[token]) for step, token in zip(steps, path, strict=True))
             assert float(drafts.scores[row, node].log()) == pytest.approx(expected, abs=1e-3)
 
@@ -135,13 +147,12 @@ def test_a_chain_step_sees_true_rows_and_its_own_earlier_steps(tmp_path: Path) -
     tokens, hidden = rows(batch=1)
     start, steps = 11, 4
     with torch.no_grad():
-        positions = torch.arange(40)[None]
-        chain = [*chain_features(net, hidden[:, :40], tokens[:, 1:41], positions, steps)]
+        chain = chain_of(net, hidden[0, :40], tokens[0, 1:41], steps)
         inputs = hidden[:, : start + 1]
         for step in range(steps):
             length = start + 1 + step
             out = net.features(inputs, tokens[:, 1 : length + 1], torch.arange(length)[None])
-            torch.testing.assert_close(chain[step][:, start], out[:, -1], atol=1e-5, rtol=0)
+            torch.testing.assert_close(chain[step][start], out[0, -1], atol=1e-5, rtol=0)
             inputs = torch.cat((inputs, out[:, -1:]), dim=1)
 
 
@@ -151,16 +162,13 @@ def test_packed_documents_do_not_see_each_other(tmp_path: Path) -> None:
     tokens, hidden = rows(batch=1)
     lengths = (12, 18)
     document = torch.repeat_interleave(torch.arange(2), torch.tensor(lengths))
-    mask = (document[:, None] == document[None]) & torch.ones(30, 30, dtype=torch.bool).tril()
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    positions = torch.cat([torch.arange(length) for length in lengths])
     with torch.no_grad():
-        packed = [*chain_features(net, hidden[:, :30], tokens[:, 1:31], positions, 3, mask[None])]
-        alone = [
-            *chain_features(net, hidden[:, 12:30], tokens[:, 13:31], torch.arange(18)[None], 3)
-        ]
+        packed = chain_of(net, hidden[0, :30], tokens[0, 1:31], 3, positions, document)
+        alone = chain_of(net, hidden[0, 12:30], tokens[0, 13:31], 3)
     for step in range(3):
         torch.testing.assert_close(
-            packed[step][:, 12 : 30 - step], alone[step][:, : 18 - step], atol=1e-5, rtol=0
+            packed[step][12 : 30 - step], alone[step][: 18 - step], atol=1e-5, rtol=0
         )
 
 
@@ -206,8 +214,7 @@ def test_gradients_reach_every_weight_through_the_chain(tmp_path: Path) -> None:
     save_random(tmp_path, "qwen3")
     net = rough_net(load_model(tmp_path, dtype=torch.float32))
     tokens, hidden = rows()
-    positions = torch.arange(20).expand(2, -1)
-    chain = [*chain_features(net, hidden[:, :20], tokens[:, 1:21], positions, 2)]
+    chain = chain_of(net, hidden[0, :20], tokens[0, 1:21], 2)
     chain[1].square().mean().backward()
     assert all(
         parameter.grad is not None and parameter.grad.abs().sum() > 0

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from random_models import save_random
+from random_models import load_model, save_random
 from torch import Tensor
 from unit.drafter_trainer.samples import chain_logits
 from unit.speculators.eagle3_rows import LAYERS, row_of
 
 from paceline.errors import ConfigError, DataLoss, WeightsError
 from paceline.models.decoder import DecoderWeights
-from paceline.models.loading import load_model
 from paceline.speculators.base import DraftBatch, DraftShape, SpeculatorSetup
 from paceline.speculators.eagle3 import Eagle3Drafter, Eagle3Net, Eagle3Options
 from paceline.speculators.kinds import find_kind

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from random_models import save_random
+from random_models import load_model, save_random
 from torch import Tensor
 from unit.drafter_trainer.samples import (
     HASH,
@@ -26,7 +26,6 @@ from unit.drafter_trainer.samples import (
 
 from paceline.errors import WeightsError
 from paceline.models.config import ModelConfig
-from paceline.models.loading import load_model
 from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner
 from paceline.services.drafter_trainer.rows.sample import FeatureSample, pack

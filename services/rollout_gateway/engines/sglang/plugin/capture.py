@@ -19,11 +19,12 @@ from torch import Tensor
 
 from paceline.arm_names import OFF
 from paceline.errors import ConfigError
-from paceline.models import inner_layers, loading
+from paceline.models import loading
 from paceline.services.rollout_gateway.engines.nouns import RowLayout
 from paceline.services.rollout_gateway.engines.requests.draws import score_prompt
 from paceline.services.rollout_gateway.engines.sglang.plugin.arms import trained
 from paceline.services.rollout_gateway.engines.sglang.plugin.slot_rows import MB, Gathered, SlotRows
+from paceline.speculators.kinds import INNER_STATES
 from paceline.telemetry import get_logger
 
 
@@ -213,7 +214,7 @@ def _part_from_last(layout: RowLayout, logits_output: Any) -> None:
     rows = getattr(logits_output, "hidden_states", None)
     if rows is not None and rows.shape[-1] == layout.width:
         setattr(logits_output, _ROWS, rows)
-        inner = layout.width * inner_layers.INNER_STATES // (inner_layers.INNER_STATES + 1)
+        inner = layout.width * INNER_STATES // (INNER_STATES + 1)
         logits_output.hidden_states = rows[:, :inner].contiguous()
 
 

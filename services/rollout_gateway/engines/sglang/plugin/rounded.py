@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from paceline.errors import WeightsError
 from paceline.models.loading import DTYPES
 from paceline.models.profiles import PROFILES, Profile
-from paceline.models.quantised import RoundedMatrix, quantised
+from paceline.models.quantised import QuantisedMatrix, quantised
 
 _RECORD = "paceline_rounded"
 LOADABLE = "paceline_loadable"
@@ -241,6 +241,6 @@ class WholeNumbers:
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Product [..., N] of activations x [..., K]."""
-        matrix = RoundedMatrix(layer.weight, layer.weight_scale.view(-1))
+        matrix = QuantisedMatrix(layer.weight, layer.weight_scale.view(-1), PROFILES["int8_w8a8"])
         product = matrix.product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
         return product if bias is None else product + bias

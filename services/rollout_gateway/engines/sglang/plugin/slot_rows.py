@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ConfigError
-from paceline.models.inner_layers import INNER_STATES
 from paceline.models.loading import DTYPES
 from paceline.services.rollout_gateway.engines.sglang.plugin.runtimes import drafting
+from paceline.speculators.kinds import INNER_STATES
 
 MB = 1 << 20
 LEAVING_BYTES = 256 * MB

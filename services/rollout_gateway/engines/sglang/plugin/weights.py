@@ -96,7 +96,7 @@ class PluginWeights:
         """Tensors of the serving set that are not on the device yet."""
         self._profile, self._dtype = spec.profile, loading.DTYPES[spec.dtype]
         self.prepared: PreparedVersions[PreparedTensors] = PreparedVersions(spec.profile)
-        self.head_hash = loading.hash_head(loading.stored_head(read_some(policy, HEAD_NAMES)))
+        self.head_hash = loading.hash_head(read_some(policy, HEAD_NAMES))
 
     @property
     def has_drafter(self) -> bool:
@@ -159,7 +159,7 @@ class PluginWeights:
         changes = self.prepared.changes(versions)
         self._unloaded |= {target: new.tensors for target, new in changes.items()}
         if Target.POLICY in changes and self.ranks.rank == 0:  # rank 0 reports the hash
-            self.head_hash = loading.hash_head(loading.stored_head(changes[Target.POLICY].tensors))
+            self.head_hash = loading.hash_head(changes[Target.POLICY].tensors)
         self.prepared.serve(versions)
 
     def load_committed(self, updater: Any) -> None:
