@@ -132,7 +132,7 @@ class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         metadata = tuple(call.invocation_metadata or ())
         service, _, method = call.method.lstrip("/").partition("/")
         facts = {names.RPC_SYSTEM: "grpc", names.RPC_SERVICE: service, names.RPC_METHOD: method}
-        parent = telemetry.extract_metadata(metadata)
+        parent = telemetry.extract(dict(metadata))
         failed: Status | None = None
         title = names.rpc_span(service, method)
         with telemetry.span(title, facts, kind="server", parent=parent) as opened:
