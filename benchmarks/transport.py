@@ -129,9 +129,10 @@ async def _compare_redis(
 
         async def append() -> tuple[float, float, float]:
             started_s = time.monotonic()
-            receiver.tell(key=stream.name, entries=mib, count=READ_COUNT)
+            receiver.tell(key=stream.key, entries=mib, count=READ_COUNT)
             for _ in range(mib):
-                await stream.append({**fields, "crc32": str(zlib.crc32(payload))}, payload)
+                header = {**fields, "crc32": str(zlib.crc32(payload))}
+                await stream.append_all([(header, payload)])
             await receiver.answer()
             return time.monotonic() - started_s, 0.0, 0.0
 

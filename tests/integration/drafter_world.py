@@ -17,12 +17,13 @@ import psutil
 import torch
 from redis.asyncio import Redis
 from safetensors.torch import load_file
+from watched_stream import WatchedStream
 
 from benchmarks.processes import running
 from paceline.config import SecurityConfig
 from paceline.local.patience import patient
 from paceline.rpc import EpochGuard, Server, channel, rpc_errors, wait_healthy
-from paceline.streams import FeatureBatch, RedisStream, encode_features, run_key
+from paceline.streams import FeatureBatch, encode_features, run_key
 from paceline.tensors import from_numpy, head_hash
 from paceline.trajectory import VersionSet
 from paceline.v1 import drafter_pb2 as pb
@@ -102,8 +103,8 @@ class World:
             assert not alive, "ranks are left behind"
 
     @property
-    def stream(self) -> RedisStream:
-        return RedisStream(self.client, run_key(self.run, "features"))
+    def stream(self) -> WatchedStream:
+        return WatchedStream(self.client, run_key(self.run, "features"))
 
     async def append(self, batches: list[FeatureBatch]) -> None:
         for batch in batches:
