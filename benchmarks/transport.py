@@ -16,8 +16,9 @@ import time
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import grpc
 import numpy as np
 import numpy.typing as npt
 
@@ -30,8 +31,9 @@ from paceline.streams import FeatureBatch, RedisStream, connect, encode_features
 from paceline.tensors import NamedTensor, from_numpy
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY
 from paceline.v1.trajectory_pb2 import CommandContext
-from paceline.weights import WeightSender, abort_version, build_manifest
-from paceline.weights.shares import check_share, held_whole
+from paceline.weights import Parcel, PushReport, WeightSender, abort_version, build_manifest
+from paceline.weights.push import push_deadline_s
+from paceline.weights.shares import Announced, check_share, held_whole
 
 MIB = 1 << 20
 PUSH_GOAL, REDIS_GOAL = 0.6, 0.15
@@ -104,8 +106,8 @@ async def _compare_push(
         sender = WeightSender("never")
 
         async def push() -> tuple[float, float, float]:
-            report = await sender.push(to, whole, CONTEXT)
-            return report.transfer_s, report.spool_s, report.fan_out_s
+            report = await push_alone(sender, to, whole)
+            return transfer_s(report), report.spool_s, report.fan_out_s
 
         async def forget() -> None:
             await abort_version(to, CONTEXT, WEIGHT_TARGET_POLICY, 1)
@@ -164,6 +166,20 @@ async def _interleave(
             break
 
     return kept[0], kept[1], ratio
+
+
+async def push_alone(sender: WeightSender, to: grpc.aio.Channel, whole: Announced) -> PushReport:
+    """Pushes a version that one sender holds as a whole."""
+    started_s, deadline_s = time.monotonic(), push_deadline_s(whole.manifest.total_bytes)
+    going: Parcel | PushReport = await asyncio.to_thread(sender.plan, whole)
+    while isinstance(going, Parcel):
+        going = sender.settle(going, [await sender.deliver(to, going, CONTEXT, deadline_s)])
+    return replace(going, push_s=time.monotonic() - started_s)
+
+
+def transfer_s(report: PushReport) -> float:
+    """Seconds from Prepare until the bytes are checked in the receiver's memory."""
+    return report.push_s - report.spool_s - report.fan_out_s
 
 
 async def measure(transfer: Transfer, far: list[int]) -> TransferCost:

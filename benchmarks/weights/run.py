@@ -18,7 +18,14 @@ import numpy as np
 
 from benchmarks.processes import child
 from benchmarks.result import BenchResult, Goal, Row, say
-from benchmarks.transport import CONTEXT, RECEIVERS, measure, raw_copy
+from benchmarks.transport import (
+    CONTEXT,
+    RECEIVERS,
+    measure,
+    push_alone,
+    raw_copy,
+    transfer_s,
+)
 from benchmarks.weights.costs import FAR, by_share, by_size, timed
 from benchmarks.weights.in_place import served_in_place
 from benchmarks.weights.tables import (
@@ -138,9 +145,9 @@ class Pushes:
         reports: list[PushReport] = []
 
         async def push() -> tuple[float, float, float]:
-            report = await sender.push(self._to, whole, CONTEXT)
+            report = await push_alone(sender, self._to, whole)
             reports.append(report)
-            return report.transfer_s, report.spool_s, report.fan_out_s
+            return transfer_s(report), report.spool_s, report.fan_out_s
 
         cost = await measure(push, [self._receiver])
         assert (reports[0].encoding == "full") == (name != DELTA)

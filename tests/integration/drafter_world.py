@@ -31,7 +31,8 @@ from paceline.v1.drafter_pb2_grpc import DrafterServiceStub
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.v1.trajectory_pb2 import VersionSet as VersionSetMessage
-from paceline.weights import SERVICE_NAME, Spool, WeightServicer, add_weight_service
+from paceline.v1.weights_pb2_grpc import add_WeightServiceServicer_to_server
+from paceline.weights import SERVICE_NAME, Spool, WeightServicer
 
 SECURITY = SecurityConfig()
 POLICY = Path(__file__).parents[2] / "examples" / "demo" / "policy_start"
@@ -173,7 +174,7 @@ async def serve_receiver(spool: Spool, receiver: Receiver) -> tuple[Server, int]
     """A real WeightService as the gateway runs one."""
     server = Server("127.0.0.1:0", SECURITY)
     server.add(
-        add_weight_service,
+        add_WeightServiceServicer_to_server,
         WeightServicer(spool, EpochGuard(SecurityConfig()), receiver),
         SERVICE_NAME,
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from alone_sender import push_alone
 from integration.weight_receivers import CONTEXT, P, Receiver, receivers
 from safetensors.torch import save
 from torch import Tensor
@@ -39,7 +40,7 @@ async def pushed(receiver: Receiver, sender: WeightSender, number: int) -> str:
     """The encoding in which a version was sent."""
     given = version(number)
     whole = check_share(build_manifest(P, number, given), held_whole(given))
-    report = await sender.push(receiver.channel, whole, CONTEXT, deadline_s=patient(20))
+    report = await push_alone(sender, receiver.channel, whole, CONTEXT, patient(20))
     await receiver.commit(number, number, 0)
     return report.encoding
 

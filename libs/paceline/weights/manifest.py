@@ -100,15 +100,14 @@ def _specs(layouts: Iterable[TensorLayout]) -> Iterator[TensorSpec]:
 
 def check_finite(tensors: Iterable[NamedTensor]) -> None:
     """Raises WeightsError for a tensor with NaN or infinity; no such version is served."""
-    name = first_not_finite(tensors)
-    if name is not None:
+    if name := first_not_finite(tensors):
         raise not_finite(name)
 
 
-def first_not_finite(tensors: Iterable[NamedTensor]) -> str | None:
-    """Name of the first tensor with NaN or infinity."""
-    looked = in_threads(lambda one: (one.name, is_finite(one)), tensors)
-    return next((name for name, finite in looked if not finite), None)
+def first_not_finite(tensors: Iterable[NamedTensor]) -> str:
+    """Name of the first tensor with NaN or infinity; "" without such a tensor."""
+    names = in_threads(lambda one: "" if is_finite(one) else one.name, tensors)
+    return next(filter(None, names), "")
 
 
 def not_finite(name: str) -> WeightsError:

@@ -156,9 +156,8 @@ def check_share(
     pieces = () if odd else _pieces_of(manifest, held)
     ranges = tuple(chunks.in_threads(lambda piece: chunks.checked_range(*piece), pieces))
     shares = senders.exchange([odd, _facts_of(ranges)])
-    for name, _ in shares:
-        if name is not None:
-            raise not_finite(name)
+    if name := next(filter(None, (name for name, _ in shares)), ""):
+        raise not_finite(name)
     checked = [one for _, one in shares]
     manifest.content_hash = joined_hash(checked, manifest.total_bytes, manifest.chunk_bytes)
     return Announced(manifest, tuple(held), ranges)

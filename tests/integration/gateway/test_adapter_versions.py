@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from alone_sender import push_alone
 from integration.gateway.commands import commit, lease, until_serving, worker_versions
 from integration.gateway.test_canary import tokens
 from safetensors.torch import save
@@ -61,7 +62,7 @@ async def push(
         POLICY, version, given, lm_head_hash=f"{version:016x}", metadata=document
     )
     whole = check_share(manifest, held_whole(given))
-    report = await sender.push(served.channel, whole, lease(served), deadline_s=patient(30))
+    report = await push_alone(sender, served.channel, whole, lease(served), patient(30))
     return report.encoding, report.bytes
 
 
