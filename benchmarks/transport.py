@@ -31,7 +31,8 @@ from paceline.streams import FeatureBatch, RedisStream, connect, encode_features
 from paceline.tensors import NamedTensor, from_numpy
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY
 from paceline.v1.trajectory_pb2 import CommandContext
-from paceline.weights import Parcel, PushReport, WeightSender, abort_version, build_manifest
+from paceline.weights import Parcel, PushReport, WeightSender, abort_version
+from paceline.weights.manifest import unchecked_manifest
 from paceline.weights.push import push_deadline_s
 from paceline.weights.shares import Announced, check_share, held_whole
 
@@ -101,7 +102,8 @@ async def _compare_push(
         port = (await receiver.answer())["port"]
         raw = await raw_copy(stack, [tensor.view for tensor in tensors])
         to = await stack.enter_async_context(channel(f"127.0.0.1:{port}", SecurityConfig()))
-        manifest = build_manifest(WEIGHT_TARGET_POLICY, 1, tensors)
+        layouts = [tensor.layout for tensor in tensors]
+        manifest = unchecked_manifest(WEIGHT_TARGET_POLICY, 1, layouts)
         whole = check_share(manifest, held_whole(tensors))
         sender = WeightSender("never")
 

@@ -44,7 +44,7 @@ from paceline.rpc import channel, set_malloc_thresholds
 from paceline.tensors import NamedTensor, from_numpy
 from paceline.trajectory import VersionSet
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY
-from paceline.weights import PushReport, WeightSender, build_manifest, commit_versions
+from paceline.weights import PushReport, WeightSender, commit_versions
 from paceline.weights.delta import EncodedDelta, apply_delta, encode_delta
 from paceline.weights.manifest import hash_of, unchecked_manifest, views
 from paceline.weights.shares import check_share, held_whole
@@ -163,7 +163,8 @@ def _in_memory(
     """Times a copy of all weights by one thread, the encoding, a copy with the delta applied, and
     its checksums.
     """
-    manifest = build_manifest(WEIGHT_TARGET_POLICY, 1, new)
+    manifest = unchecked_manifest(WEIGHT_TARGET_POLICY, 1, [one.layout for one in new])
+    check_share(manifest, held_whole(new))
     content = np.zeros(manifest.total_bytes, dtype=np.uint8)
     content.fill(1)  # touches its pages
     into = views(manifest, content.data)

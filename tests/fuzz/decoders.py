@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from google.protobuf.message import DecodeError
+from whole_versions import build_manifest
 
 from paceline import events
 from paceline.client.calls import reader
@@ -64,7 +65,6 @@ from paceline.v1 import trajectory_pb2 as tpb
 from paceline.v1 import weights_pb2 as wpb
 from paceline.weights.delta import apply_delta, encode_delta
 from paceline.weights.manifest import check_manifest, layouts
-from paceline.weights.shares import build_manifest
 from paceline.whole_files import read_hashes
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from alone_sender import push_alone
 from integration.weight_receivers import CONTEXT, P, Receiver, receivers
 from safetensors.torch import save
 from torch import Tensor
+from whole_versions import build_manifest, push_alone
 
 from paceline.local.patience import patient
 from paceline.models.config import read_config
@@ -17,7 +17,7 @@ from paceline.models.in_place import ServedModel, serve_staged, storages
 from paceline.models.loading import read_tensors
 from paceline.models.profiles import PROFILES, ROUNDED
 from paceline.tensors import NamedTensor, decode_safetensors
-from paceline.weights import WeightSender, build_manifest
+from paceline.weights import WeightSender
 from paceline.weights.shares import check_share, held_whole
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo" / "policy_start"

@@ -9,35 +9,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zstandard
-from alone_sender import push_alone
 from counted import counted
 from integration.weight_receivers import CHUNK, CONTEXT, P, Receiver, Start, receivers, wanted
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from whole_versions import build_manifest, push_alone, push_weights
 
 from paceline.errors import DataLoss, InvalidInput, PacelineError, WeightsError
 from paceline.local.patience import patient
 from paceline.tensors import NamedTensor, as_numpy, from_numpy
 from paceline.trajectory import VersionSet
 from paceline.v1 import weights_pb2 as pb
-from paceline.weights import (
-    PushReport,
-    WeightSender,
-    abort_version,
-    build_manifest,
-    pull_weights,
-    push_weights,
-)
+from paceline.weights import PushReport, WeightSender, abort_version, pull_weights
 from paceline.weights.chunks import available_bytes, checked_range, mapped_file
 from paceline.weights.delta import HEAD, MAGIC, RECORD, EncodedDelta, encode_delta
 from paceline.weights.manifest import hash_of
 from paceline.weights.push import push_stream
-from paceline.weights.shares import (
-    Announced,
-    check_share,
-    cut_ranges,
-    delta_manifest,
-    held_whole,
-)
+from paceline.weights.shares import Announced, check_share, cut_ranges, delta_manifest, held_whole
 
 FAR = 1 << 60
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import grpc
 import numpy as np
+from whole_versions import build_manifest, push_weights
 
 from paceline.config import SecurityConfig
 from paceline.errors import Unavailable
@@ -22,15 +23,7 @@ from paceline.v1 import weights_pb2 as pb
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER, WEIGHT_TARGET_POLICY
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.v1.weights_pb2_grpc import WeightServiceStub, add_WeightServiceServicer_to_server
-from paceline.weights import (
-    SERVICE_NAME,
-    PushReport,
-    Spool,
-    WeightServicer,
-    build_manifest,
-    commit_versions,
-    push_weights,
-)
+from paceline.weights import SERVICE_NAME, PushReport, Spool, WeightServicer, commit_versions
 from paceline.weights.chunks import chunk_span
 from paceline.weights.servicer import Forward
 

@@ -13,5 +13,4 @@ from paceline.weights.reception import WeightHooks as WeightHooks
 from paceline.weights.sender import Parcel as Parcel
 from paceline.weights.sender import WeightSender as WeightSender
 from paceline.weights.servicer import WeightServicer as WeightServicer
-from paceline.weights.shares import build_manifest as build_manifest
 from paceline.weights.spool import Spool as Spool

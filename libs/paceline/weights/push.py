@@ -4,7 +4,7 @@ The module sets deadlines and keeps no state between calls.
 """
 
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,7 @@ from paceline.weights.assembly import Assembly
 from paceline.weights.chunks import CheckedRange, mapped_file
 from paceline.weights.delta import DELTA_DAMAGED
 from paceline.weights.manifest import ENCODING_NAMES, version_name
-from paceline.weights.shares import cut_tensors
+from paceline.weights.shares import Announced, cut_ranges
 
 SERVICE_NAME = "paceline.v1.WeightService"
 _DATA = b"\x7a"
@@ -136,21 +136,20 @@ def push_deadline_s(total_bytes: int) -> float:
 
 async def push_weights(
     channel: grpc.aio.Channel,
-    manifest: pb.Manifest,
-    tensors: Sequence[NamedTensor],
+    whole: Announced,
     context: CommandContext,
     *,
     deadline_s: float | None = None,
 ) -> PushReport:
-    """Pushes a whole version: sends the chunks that the receiver wants. Called again after a
-    failure, it sends only the remaining ones.
+    """Pushes a version that this sender holds as a whole: sends the chunks that the receiver wants.
+    Called again after a failure, it sends only the remaining chunks.
 
     Raises as push_stream, and WeightsError when chunks are missing at the end.
     """
-    cut = partial(cut_tensors, manifest, tensors)
-    report = await push_stream(channel, manifest, cut, context, deadline_s=deadline_s)
+    cut = partial(cut_ranges, whole.manifest, whole.ranges)
+    report = await push_stream(channel, whole.manifest, cut, context, deadline_s=deadline_s)
     if report.missing:
-        name = version_name(manifest)
+        name = version_name(whole.manifest)
         raise WeightsError(f"{name} misses chunks", seen=report.missing, allowed=0)
     return report
 

@@ -29,8 +29,8 @@ T = TypeVar("T")
 class Forward:
     """Sends each arriving version on to the next gateway, chunk by chunk as the chunks arrive.
 
-    Use on one event loop. A version that is already complete is sent from the spool. The push of a version to a gateway
-    ends when the next gateway has loaded it too.
+    Use on one event loop. A version that is already complete is sent from the spool. The push of a
+    version to a gateway ends when the next gateway has loaded it too.
     """
 
     def __init__(self, channel: grpc.aio.Channel, spool: Spool) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from alone_sender import push_alone
 from integration.gateway.commands import commit, lease, until_serving, worker_versions
 from integration.gateway.test_canary import tokens
 from safetensors.torch import save
 from torch import Tensor
+from whole_versions import build_manifest, push_alone
 
 from paceline.errors import WeightsError
 from paceline.local.patience import patient
@@ -21,7 +21,7 @@ from paceline.tensors import decode_safetensors
 from paceline.trajectory import VersionSet
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY as POLICY
 from paceline.weight_documents import ADAPTERS
-from paceline.weights import WeightSender, build_manifest
+from paceline.weights import WeightSender
 from paceline.weights.shares import check_share, held_whole
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo" / "policy_start"

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from unit.policy_trainer import publishing_ranks
 from unit.policy_trainer.publishing_ranks import PIECE
+from whole_versions import build_manifest
 
 from paceline.config import SecurityConfig
 from paceline.errors import DataLoss, ResourceExhausted
@@ -31,12 +32,7 @@ from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY_HEAD
 from paceline.v1.weights_pb2 import Manifest
 from paceline.v1.weights_pb2_grpc import add_WeightServiceServicer_to_server
 from paceline.weight_documents import ADAPTERS, DOCUMENTS
-from paceline.weights import (
-    SERVICE_NAME,
-    Spool,
-    WeightServicer,
-    build_manifest,
-)
+from paceline.weights import SERVICE_NAME, Spool, WeightServicer
 
 
 @pytest.fixture(scope="module")

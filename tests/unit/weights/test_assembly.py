@@ -5,12 +5,12 @@ from __future__ import annotations
 import zlib
 
 import pytest
+from whole_versions import build_manifest
 
 from paceline.errors import DataLoss, InvalidInput, ResourceExhausted
 from paceline.tensors import NamedTensor
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER
 from paceline.v1.weights_pb2 import PushRequest
-from paceline.weights import build_manifest
 from paceline.weights.assembly import Assembly
 
 STREAM = bytes(range(256)) * 20

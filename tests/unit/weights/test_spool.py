@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
+from whole_versions import build_manifest
 
 from paceline.errors import DataLoss, NotFound, ResourceExhausted, WeightsError
 from paceline.tensors import from_numpy
 from paceline.trajectory import VersionSet
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER, WEIGHT_TARGET_POLICY
 from paceline.v1.weights_pb2 import Manifest
-from paceline.weights import Spool, build_manifest
+from paceline.weights import Spool
 
 P, D = WEIGHT_TARGET_POLICY, WEIGHT_TARGET_DRAFTER
 
@@ -119,13 +120,16 @@ def test_leftovers_of_a_kill_are_ignored_and_removed(tmp_path: Path) -> None:
     assert names(tmp_path) == {"policy-1"}
 
 
+TESTS = Path(__file__).parents[2]
 KILLED = """
 import sys
 from pathlib import Path
 import numpy as np
 from paceline.tensors import from_numpy
 from paceline.trajectory import VersionSet
-from paceline.weights import Spool, build_manifest
+from paceline.weights import Spool
+sys.path.append(sys.argv[2])
+from whole_versions import build_manifest
 spool = Spool(Path(sys.argv[1]))
 for number in range(1, 10_000):
     array = np.full(200_000, number, dtype=np.float32)
@@ -140,7 +144,9 @@ for number in range(1, 10_000):
 def test_kill_at_any_point_leaves_a_whole_serving_set(tmp_path: Path, lines: int) -> None:
     """The child is killed during the step that follows its n-th line."""
     with subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", KILLED, str(tmp_path), str(TESTS)],
+        stdout=subprocess.PIPE,
+        text=True,
     ) as child:
         assert child.stdout is not None
         told = [child.stdout.readline().split() for _ in range(lines)]
