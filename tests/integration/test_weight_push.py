@@ -546,7 +546,7 @@ async def test_versions_in_flight_are_bounded(start: Start) -> None:
 async def test_foreign_target_and_stale_epoch_are_refused(start: Start) -> None:
     receiver = await start()
     small = tensors(1)[:1]
-    with pytest.raises(InvalidInput, match="does not take that target"):
+    with pytest.raises(InvalidInput, match="does not accept the target"):
         await wanted(receiver.channel, manifest_of(small, WEIGHT_TARGET_POLICY_HEAD, 1))
     await wanted(receiver.channel, manifest_of(small, P, 1))
     with pytest.raises(StaleEpoch):

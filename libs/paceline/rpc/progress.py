@@ -164,7 +164,7 @@ def chain_text(chain: Sequence[pb.Part]) -> str:
 
 
 def _link(part: pb.Part) -> str:
-    what = f"{part.doing}, {part.doing_s:.0f} s" if part.doing else ""
-    about = ", ".join(filter(None, (part.trouble, what)))
+    work = f"{part.doing}, {part.doing_s:.0f} s" if part.doing else ""
+    about = ", ".join(filter(None, (part.trouble, work)))
     verb = f" waits for {part.waits_for}" if part.waits_for else ""
     return f"{part.name}{verb}{f' ({about})' if about else ''}"

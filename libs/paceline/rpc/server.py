@@ -154,7 +154,7 @@ class Server:
         self._health.serving.setdefault(full_service_name, True)
 
     async def start(self) -> int:
-        """Listen; returns the port. Services whose flag nobody set serve from now on.
+        """Listens and returns the port. A service without a set flag serves from now on.
 
         Raises ConfigError when the address cannot be bound.
         """

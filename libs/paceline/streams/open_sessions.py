@@ -68,10 +68,11 @@ class OpenSessions:
         self._run_id = run_id
         # mark of this process; a record with another mark was left open by an earlier process
         self._mark = writer + uuid.uuid4().hex
-        self._open = connection.run_key(run_id, "sessions:open")
-        self._lost = connection.run_key(run_id, "sessions:lost")
-        self._lost_keys = connection.run_key(run_id, "sessions:lost:keys")
-        self._lost_at = connection.run_key(run_id, "sessions:lost:at")
+        names = ("open", "lost", "lost:keys", "lost:at")
+        self._open, self._lost, self._lost_keys, self._lost_at = (
+            connection.run_key(run_id, f"sessions:{name}") for name in names
+        )
+        self._ledger = connection.run_key(run_id, "ledger")
         self._take: Any = (
             None if client is None else client.register_script(scripts.NOTE + scripts.TAKE_LOST)
         )
@@ -146,15 +147,8 @@ class OpenSessions:
         """
         if self._take is None:
             return []
-        keys = [
-            self._open,
-            connection.run_key(self._run_id, "ledger"),
-            self._lost,
-            self._lost_keys,
-            self._lost_at,
-            connection.run_key(self._run_id, "ledger:totals"),
-            connection.run_key(self._run_id, "ledger:steps"),
-        ]
+        keys = [self._open, self._ledger, self._lost, self._lost_keys, self._lost_at]
+        keys += [f"{self._ledger}:totals", f"{self._ledger}:steps"]
         limits = [LOST_KEPT_S, LOST_KEPT, BRANCHES_LOOKED_AT]
         args = [self._mark, time.time(), *limits, self._writer]
         with connection.redis_errors(self._client, "take over lost sessions"):

@@ -169,9 +169,8 @@ class RedisStream:
         self, group: str, consumer: str, count: int, deadline: float
     ) -> list[Entry]:
         if (group, consumer) in self._doubtful:
-            missed = await self._pending(
-                group, consumer, self._held.get((group, consumer), set()), count
-            )
+            known = self._held.get((group, consumer), set())
+            missed = await self._pending(group, consumer, known, count)
             if missed:
                 self._hold(group, consumer, missed)
                 return missed

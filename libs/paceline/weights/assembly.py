@@ -131,8 +131,8 @@ class Assembly:
         allowed = manifest.delta.stream_hash if self.is_delta else manifest.content_hash
         known = (checksum for checksum in self._checksums if checksum is not None)
         if allowed and (seen := chunks.content_hash(known)) != allowed:
-            what = "delta" if self.is_delta else "content"
-            raise DataLoss(f"chunks are not the manifest's {what}", seen=seen, allowed=allowed)
+            kind = "delta" if self.is_delta else "content"
+            raise DataLoss(f"chunks are not the manifest's {kind}", seen=seen, allowed=allowed)
         if not self.is_delta:
             check_finite(self.tensors())
 

@@ -207,13 +207,8 @@ def _check_tensors(manifest: Manifest) -> None:
 def views(manifest: Manifest, content: memoryview) -> list[NamedTensor]:
     """The tensors as views of the whole content, in order."""
     return [
-        NamedTensor(
-            spec.name,
-            spec.dtype,
-            tuple(spec.shape),
-            content[spec.offset : spec.offset + spec.nbytes],
-        )
-        for spec in manifest.tensors
+        NamedTensor(one.name, one.dtype, one.shape, content[spec.offset :][: spec.nbytes])
+        for spec, one in zip(manifest.tensors, layouts(manifest), strict=True)
     ]
 
 

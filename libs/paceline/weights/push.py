@@ -48,6 +48,9 @@ def encode_push(head: pb.PushRequest, data: memoryview) -> bytes:
     return b"".join((head.SerializeToString(), _DATA, length, data))
 
 
+Parts = Iterable[CheckedRange] | AsyncIterable[CheckedRange]
+
+
 @dataclass(frozen=True, slots=True)
 class Sending:
     """Sends one version to one receiver, until a time of the monotonic clock. Each call raises the
@@ -67,9 +70,7 @@ class Sending:
             response: pb.PrepareResponse = await stub.Prepare(request, timeout=self._left_s)
         return response
 
-    async def stream(
-        self, parts: Iterable[CheckedRange] | AsyncIterable[CheckedRange]
-    ) -> pb.PushResponse:
+    async def stream(self, parts: Parts) -> pb.PushResponse:
         """Sends at least one part by the network."""
         push: Any = self.channel.stream_unary(
             f"/{SERVICE_NAME}/Push", response_deserializer=pb.PushResponse.FromString
@@ -82,9 +83,7 @@ class Sending:
     def _left_s(self) -> float:
         return self.ends_s - time.monotonic()
 
-    async def _messages(
-        self, parts: Iterable[CheckedRange] | AsyncIterable[CheckedRange]
-    ) -> AsyncIterator[bytes]:
+    async def _messages(self, parts: Parts) -> AsyncIterator[bytes]:
         head = pb.PushRequest(target=self.manifest.target, version=self.manifest.version)
         head.context.CopyFrom(self.context)  # of the first message alone
         each = parts if isinstance(parts, AsyncIterable) else _in_turn(parts)
@@ -277,6 +276,6 @@ async def pull_weights(
                 else:
                     return None
     if assembly is None or not assembly.complete:
-        raise DataLoss("what serves did not come whole", seen="end of stream")
+        raise DataLoss("the served version arrived incomplete", seen="end of stream")
     assembly.check_content()
     return assembly.tensors()

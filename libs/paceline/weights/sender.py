@@ -2,8 +2,6 @@
 alone or together with other senders of the same version.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -69,11 +67,8 @@ class WeightSender:
     def plan(self, whole: Announced) -> Parcel:
         """Decides the form of a version on the wire. Collective."""
         started_s = time.monotonic()
-        delta = self._delta(whole)
-        encode_s = time.monotonic() - started_s
-        if delta is None:
-            return Parcel(whole.manifest, whole.ranges, whole, encode_s)
-        return Parcel(*delta, whole, encode_s)
+        manifest, ranges = self._delta(whole) or (whole.manifest, whole.ranges)
+        return Parcel(manifest, ranges, whole, time.monotonic() - started_s)
 
     async def deliver(
         self, channel: grpc.aio.Channel, parcel: Parcel, context: CommandContext, deadline_s: float

@@ -180,7 +180,7 @@ class WeightServicer(WeightServiceServicer):
         if manifest.target not in self._targets:
             allowed = ", ".join(target_name(target) for target in self._targets)
             raise InvalidInput(
-                "this receiver does not take that target",
+                "this receiver does not accept the target",
                 seen=target_name(manifest.target),
                 allowed=allowed,
             )

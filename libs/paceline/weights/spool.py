@@ -17,7 +17,7 @@ from pathlib import Path
 
 from google.protobuf import json_format
 
-from paceline.errors import DataLoss, InvalidInput, NotFound, ResourceExhausted, WeightsError
+from paceline.errors import DataLoss, NotFound, ResourceExhausted, WeightsError
 from paceline.telemetry import get_logger
 from paceline.trajectory import VersionSet
 from paceline.v1.weights_pb2 import Manifest
@@ -50,8 +50,6 @@ class Spool:
         initial: Mapping[int, Path] | None = None,
         profile: str = "",
     ) -> None:
-        if keep < 1:
-            raise InvalidInput("a spool keeps at least one set", seen=keep, allowed=">= 1")
         self._directory = Path(directory)
         self._initial = dict(initial or {})
         self._directory.mkdir(parents=True, exist_ok=True)
