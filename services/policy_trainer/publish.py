@@ -308,10 +308,12 @@ class Publisher:
 
 
 def _to_object(outcome: Outcome) -> dict[str, Any]:
-    failed = isinstance(outcome, PacelineError)
-    return {"failed": failed, "facts": asdict(Failed.of(0, outcome) if failed else outcome)}
+    if isinstance(outcome, PacelineError):
+        return {"failed": asdict(Failed.of(0, outcome))}
+    return {"report": asdict(outcome)}
 
 
 def _from_object(plain: Mapping[str, Any]) -> Outcome:
-    facts = plain["facts"]
-    return Failed(**facts).error() if plain["failed"] else PushReport(**facts)
+    if "failed" in plain:
+        return Failed(**plain["failed"]).error()
+    return PushReport(**plain["report"])
