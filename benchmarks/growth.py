@@ -45,7 +45,7 @@ return ids
 _NAME = "BRANCH"
 _APPEND_MANY = f"""
 local function append(KEYS, ARGV)
-{scripts.APPEND_FINAL}
+{scripts.ADD}{scripts.APPEND_FINAL}
 end
 -- ARGV: number of branches, their names, then the arguments of an append with a name to replace.
 local count, first = tonumber(ARGV[1]), tonumber(ARGV[1]) + 2
@@ -125,7 +125,7 @@ async def simulate(
     try:
         for step in range(steps):
             branches = await _append(append, run_id, step, sessions)
-            ids = await deliver(keys=[stream.name], args=[GROUP, CONSUMER, sessions])
+            ids = await deliver(keys=[stream.key], args=[GROUP, CONSUMER, sessions])
             await ledger.mark_trained(branches, step)
             waiting.append([one.decode() for one in ids])
             await course.step(sessions)

@@ -24,7 +24,8 @@ from paceline.errors import DataLoss
 from paceline.rpc import EpochGuard, Server, set_malloc_thresholds
 from paceline.streams import RedisStream, connect, decode_features
 from paceline.trajectory import VersionSet
-from paceline.weights import SERVICE_NAME, Spool, WeightServicer, add_weight_service
+from paceline.v1.weights_pb2_grpc import add_WeightServiceServicer_to_server
+from paceline.weights import SERVICE_NAME, Spool, WeightServicer
 from paceline.weights.chunks import allocate
 
 CHUNK_HEAD = struct.Struct("<QII")
@@ -60,7 +61,7 @@ async def receive_weights() -> None:
         server = Server("127.0.0.1:0", SecurityConfig())
         spool = Path(directory) / "spool"
         servicer = WeightServicer(Spool(spool), EpochGuard(SecurityConfig()), NoWorkers())
-        server.add(add_weight_service, servicer, SERVICE_NAME)
+        server.add(add_WeightServiceServicer_to_server, servicer, SERVICE_NAME)
         tell(port=await server.start())
         await asyncio.to_thread(sys.stdin.read)
         await server.stop(1)

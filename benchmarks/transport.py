@@ -16,8 +16,9 @@ import time
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import grpc
 import numpy as np
 import numpy.typing as npt
 
@@ -30,8 +31,10 @@ from paceline.streams import FeatureBatch, RedisStream, connect, encode_features
 from paceline.tensors import NamedTensor, from_numpy
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY
 from paceline.v1.trajectory_pb2 import CommandContext
-from paceline.weights import WeightSender, abort_version, build_manifest
-from paceline.weights.shares import check_share, held_whole
+from paceline.weights import Parcel, PushReport, WeightSender, abort_version
+from paceline.weights.manifest import unchecked_manifest
+from paceline.weights.push import push_deadline_s
+from paceline.weights.shares import Announced, check_share, held_whole
 
 MIB = 1 << 20
 PUSH_GOAL, REDIS_GOAL = 0.6, 0.15
@@ -99,13 +102,14 @@ async def _compare_push(
         port = (await receiver.answer())["port"]
         raw = await raw_copy(stack, [tensor.view for tensor in tensors])
         to = await stack.enter_async_context(channel(f"127.0.0.1:{port}", SecurityConfig()))
-        manifest = build_manifest(WEIGHT_TARGET_POLICY, 1, tensors)
+        layouts = [tensor.layout for tensor in tensors]
+        manifest = unchecked_manifest(WEIGHT_TARGET_POLICY, 1, layouts)
         whole = check_share(manifest, held_whole(tensors))
         sender = WeightSender("never")
 
         async def push() -> tuple[float, float, float]:
-            report = await sender.push(to, whole, CONTEXT)
-            return report.transfer_s, report.spool_s, report.fan_out_s
+            report = await push_alone(sender, to, whole)
+            return transfer_s(report), report.spool_s, report.fan_out_s
 
         async def forget() -> None:
             await abort_version(to, CONTEXT, WEIGHT_TARGET_POLICY, 1)
@@ -129,9 +133,10 @@ async def _compare_redis(
 
         async def append() -> tuple[float, float, float]:
             started_s = time.monotonic()
-            receiver.tell(key=stream.name, entries=mib, count=READ_COUNT)
+            receiver.tell(key=stream.key, entries=mib, count=READ_COUNT)
             for _ in range(mib):
-                await stream.append({**fields, "crc32": str(zlib.crc32(payload))}, payload)
+                header = {**fields, "crc32": str(zlib.crc32(payload))}
+                await stream.append_all([(header, payload)])
             await receiver.answer()
             return time.monotonic() - started_s, 0.0, 0.0
 
@@ -163,6 +168,20 @@ async def _interleave(
             break
 
     return kept[0], kept[1], ratio
+
+
+async def push_alone(sender: WeightSender, to: grpc.aio.Channel, whole: Announced) -> PushReport:
+    """Pushes a version that one sender holds as a whole."""
+    started_s, deadline_s = time.monotonic(), push_deadline_s(whole.manifest.total_bytes)
+    going: Parcel | PushReport = await asyncio.to_thread(sender.plan, whole)
+    while isinstance(going, Parcel):
+        going = sender.settle(going, [await sender.deliver(to, going, CONTEXT, deadline_s)])
+    return replace(going, push_s=time.monotonic() - started_s)
+
+
+def transfer_s(report: PushReport) -> float:
+    """Seconds from Prepare until the bytes are checked in the receiver's memory."""
+    return report.push_s - report.spool_s - report.fan_out_s
 
 
 async def measure(transfer: Transfer, far: list[int]) -> TransferCost:

@@ -8,8 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
+from watched_stream import Depth
+
 from paceline.errors import FailedPrecondition, ResourceExhausted
-from paceline.streams.base import DEAD_LETTERS_KEPT, Depth, Entry, entry_bytes
+from paceline.streams.redis_stream import DEAD_LETTERS_KEPT, Entry, entry_bytes
 
 
 @dataclass(slots=True)
@@ -31,20 +33,14 @@ class MemoryStream:
     """Stream over a dict; see RedisStream for the contract."""
 
     def __init__(self, name: str, byte_budget: int | None = None) -> None:
-        self._name = name
+        self.key = name
         self._budget = byte_budget
         self._entries: OrderedDict[int, Entry] = OrderedDict()
         self._groups: dict[str, _Group] = {}
         self._dead: deque[Entry] = deque(maxlen=DEAD_LETTERS_KEPT)
         self._bytes = 0
-        self._trimmed = 0
         self._next = 1
         self._appended = asyncio.Condition()
-
-    @property
-    def name(self) -> str:
-        """Key of the stream."""
-        return self._name
 
     async def create_group(self, group: str) -> None:
         """Make a group that reads from the first entry."""
@@ -58,7 +54,6 @@ class MemoryStream:
         self._bytes += size
         while self._budget is not None and self._bytes > self._budget:
             self._remove(next(iter(self._entries)))
-            self._trimmed += 1
         async with self._appended:
             self._appended.notify_all()
         return f"{number}-0"
@@ -67,7 +62,7 @@ class MemoryStream:
         size = entry_bytes(fields, payload)
         if self._budget is not None and size > self._budget:
             raise ResourceExhausted(
-                f"one entry exceeds the budget of {self._name}", seen=size, allowed=self._budget
+                f"one entry exceeds the budget of {self.key}", seen=size, allowed=self._budget
             )
         return size
 
@@ -124,7 +119,7 @@ class MemoryStream:
     async def depth(self) -> Depth:
         """Entries, bytes and pending entries of the stream."""
         pending = sum(len(group.pending) for group in self._groups.values())
-        return Depth(len(self._entries), self._bytes, pending, self._trimmed, len(self._dead))
+        return Depth(len(self._entries), self._bytes, pending, len(self._dead))
 
     async def dead_letter(self, group: str, entry: Entry, reason: str) -> None:
         """Set an entry aside."""
@@ -134,9 +129,9 @@ class MemoryStream:
         self._dead.append(replace(entry, fields=fields))
         await self.ack(group, [entry.id], delete=True)
 
-    async def dead_letters(self, count: int = 100) -> list[Entry]:
-        """The newest dead letters."""
-        return list(self._dead)[-count:]
+    async def dead_letters(self) -> list[Entry]:
+        """All dead letters."""
+        return list(self._dead)
 
     async def close(self) -> None:
         """Nothing to release."""
@@ -144,7 +139,7 @@ class MemoryStream:
     def _group(self, group: str) -> _Group:
         if group not in self._groups:
             raise FailedPrecondition(
-                f"stream {self._name} has no such group", seen=group, allowed=sorted(self._groups)
+                f"stream {self.key} has no such group", seen=group, allowed=sorted(self._groups)
             )
         return self._groups[group]
 

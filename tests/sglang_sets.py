@@ -8,11 +8,11 @@ import numpy as np
 from integration.gateway.commands import lease
 from sglang_served import DEMO
 from transformers import AutoTokenizer
+from whole_versions import build_manifest, push_weights
 
 from paceline.tensors import NamedTensor, decode_safetensors, from_numpy
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
-from paceline.weights import build_manifest, push_weights
 
 POLICY, DRAFTER = pb.WEIGHT_TARGET_POLICY, pb.WEIGHT_TARGET_DRAFTER
 START_S = 180

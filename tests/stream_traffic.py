@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
+from watched_stream import WatchedStream
+
 from paceline.local.patience import patient
-from paceline.streams import RedisStream
 
 TOTAL = 300
 
 
-async def go_through(stream: RedisStream, happens: Mapping[int, Callable[[], object]]) -> None:
+async def go_through(stream: WatchedStream, happens: Mapping[int, Callable[[], object]]) -> None:
     """Append and read TOTAL entries at once; `happens` maps entries to disturbances before them.
 
     Each entry has to arrive once and in order, and to leave nothing behind.
@@ -24,14 +25,14 @@ async def go_through(stream: RedisStream, happens: Mapping[int, Callable[[], obj
     assert (depth.entries, depth.bytes, depth.pending) == (0, 0, 0)
 
 
-async def _append(stream: RedisStream, happens: Mapping[int, Callable[[], object]]) -> None:
+async def _append(stream: WatchedStream, happens: Mapping[int, Callable[[], object]]) -> None:
     for n in range(TOTAL):
         if n in happens:
             await asyncio.to_thread(happens[n])
         await stream.append({"n": str(n)}, b"x" * 100)
 
 
-async def _read(stream: RedisStream) -> list[int]:
+async def _read(stream: WatchedStream) -> list[int]:
     numbers: list[int] = []
     while len(numbers) < TOTAL:
         entries = await stream.read("g", "c", 7, 5.0)

@@ -18,7 +18,14 @@ import numpy as np
 
 from benchmarks.processes import child
 from benchmarks.result import BenchResult, Goal, Row, say
-from benchmarks.transport import CONTEXT, RECEIVERS, measure, raw_copy
+from benchmarks.transport import (
+    CONTEXT,
+    RECEIVERS,
+    measure,
+    push_alone,
+    raw_copy,
+    transfer_s,
+)
 from benchmarks.weights.costs import FAR, by_share, by_size, timed
 from benchmarks.weights.in_place import served_in_place
 from benchmarks.weights.tables import (
@@ -37,7 +44,7 @@ from paceline.rpc import channel, set_malloc_thresholds
 from paceline.tensors import NamedTensor, from_numpy
 from paceline.trajectory import VersionSet
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY
-from paceline.weights import PushReport, WeightSender, build_manifest, commit_versions
+from paceline.weights import PushReport, WeightSender, commit_versions
 from paceline.weights.delta import EncodedDelta, apply_delta, encode_delta
 from paceline.weights.manifest import hash_of, unchecked_manifest, views
 from paceline.weights.shares import check_share, held_whole
@@ -138,9 +145,9 @@ class Pushes:
         reports: list[PushReport] = []
 
         async def push() -> tuple[float, float, float]:
-            report = await sender.push(self._to, whole, CONTEXT)
+            report = await push_alone(sender, self._to, whole)
             reports.append(report)
-            return report.transfer_s, report.spool_s, report.fan_out_s
+            return transfer_s(report), report.spool_s, report.fan_out_s
 
         cost = await measure(push, [self._receiver])
         assert (reports[0].encoding == "full") == (name != DELTA)
@@ -156,7 +163,8 @@ def _in_memory(
     """Times a copy of all weights by one thread, the encoding, a copy with the delta applied, and
     its checksums.
     """
-    manifest = build_manifest(WEIGHT_TARGET_POLICY, 1, new)
+    manifest = unchecked_manifest(WEIGHT_TARGET_POLICY, 1, [one.layout for one in new])
+    check_share(manifest, held_whole(new))
     content = np.zeros(manifest.total_bytes, dtype=np.uint8)
     content.fill(1)  # touches its pages
     into = views(manifest, content.data)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.result import Goal, Ratio, Row, at_most, paired_ratio, ratio_goal
-from benchmarks.transport import TransferCost
+from benchmarks.transport import TransferCost, transfer_s
 from paceline.weights import PushReport
 from paceline.weights.delta import EncodedDelta
 
@@ -30,7 +30,7 @@ class WeightRuns:
 
 def wire_s(report: PushReport) -> float:
     """Seconds of Prepare and of the stream alone."""
-    return report.transfer_s - report.encode_s - report.apply_s
+    return transfer_s(report) - report.encode_s - report.apply_s
 
 
 def rows_of(size: str, encoded: EncodedDelta, measured: WeightRuns) -> list[Row]:
@@ -89,7 +89,7 @@ def goals_of(encoded: EncodedDelta, measured: WeightRuns) -> list[Goal]:
 
 def _faster(measured: WeightRuns, span: str, than_full: str = DELTA) -> Ratio:
     """Speed relative to a full push."""
-    of = {"wire": wire_s, "transfer": lambda one: one.transfer_s, "push": lambda one: one.push_s}
+    of = {"wire": wire_s, "transfer": transfer_s, "push": lambda one: one.push_s}
     sides = [[of[span](one) for one in measured.pushes[name]] for name in (FULL, than_full)]
     return paired_ratio(*sides)
 

@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError
 
 from paceline.addresses import loopback, needs_ipv6
 from paceline.errors import ConfigError, DataLoss, DeadlineExceeded
-from paceline.telemetry import inject_frame
+from paceline.telemetry import inject
 from paceline.v1.coordinator_pb2 import Fact, Facts
 
 FACTS_QUEUED = 10_000
@@ -76,7 +76,7 @@ class FactPublisher:
             numbered.sequence = self._next
             self._next += 1
         await self._socket.send_multipart(
-            [self._topic, inject_frame(), message.SerializeToString()]
+            [self._topic, inject().get("traceparent", "").encode(), message.SerializeToString()]
         )
         return self._next - 1
 
@@ -120,7 +120,7 @@ class FactSubscriber:
         self._last = 0
         self._heard: deque[Fact] = deque()  # of the last received message
         self.traceparent = b""
-        """Trace context of the last returned fact; see telemetry.extract_frame."""
+        """Trace context of the last returned fact; see telemetry.extract."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.SUB)
         self._socket.set_hwm(FACTS_QUEUED)

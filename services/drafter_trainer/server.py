@@ -22,8 +22,9 @@ from paceline.telemetry import inject
 from paceline.trajectory import VersionSet
 from paceline.v1 import drafter_pb2 as pb
 from paceline.v1 import drafter_pb2_grpc, engine_pb2, progress_pb2, trajectory_pb2
+from paceline.v1.weights_pb2_grpc import add_WeightServiceServicer_to_server
 from paceline.weights import SERVICE_NAME as WEIGHT_SERVICE
-from paceline.weights import Spool, WeightServicer, add_weight_service
+from paceline.weights import Spool, WeightServicer
 
 SERVICE_NAME = "paceline.v1.DrafterService"
 GRACE_S = 5.0
@@ -252,7 +253,7 @@ async def serve(config: DrafterTrainerConfig, stop: asyncio.Event) -> None:
     )
     server = Server(config.addresses.drafter_trainer, config.security)
     server.add(drafter_pb2_grpc.add_DrafterServiceServicer_to_server, servicer, SERVICE_NAME)
-    server.add(add_weight_service, weights, WEIGHT_SERVICE)
+    server.add(add_WeightServiceServicer_to_server, weights, WEIGHT_SERVICE)
     progress.add_progress(server, lambda: _progress(ranks))
     try:
         # Within the grace period, the ranks stop a running activation and save all they have

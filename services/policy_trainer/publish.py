@@ -27,11 +27,12 @@ from paceline.training import process, shards
 from paceline.v1 import trajectory_pb2, weights_pb2_grpc
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY, WEIGHT_TARGET_POLICY_HEAD
 from paceline.v1.weights_pb2 import GetVersionsRequest, Manifest
-from paceline.weights import Delivery, Parcel, PushReport, WeightSender, pull_weights
+from paceline.weights import Parcel, PushReport, WeightSender, pull_weights
 from paceline.weights.chunks import mapped_file
 from paceline.weights.manifest import layouts as layouts_of
 from paceline.weights.manifest import unchecked_manifest
 from paceline.weights.push import push_deadline_s
+from paceline.weights.sender import Outcome
 from paceline.weights.shares import Announced, HeldTensor, Senders, check_share
 
 CONNECT_S = 5.0
@@ -249,14 +250,14 @@ class Publisher:
                 policy = self._sender.settle(policy, policies)
         return replace(policy, push_s=time.monotonic() - started_s)
 
-    def _settled_head(self, head: Parcel | None, deliveries: list[Delivery]) -> Parcel | None:
+    def _settled_head(self, head: Parcel | None, outcomes: list[Outcome]) -> Parcel | None:
         """The part of the head that is still to be delivered. It is None if the drafter trainer
         does not answer: a step never fails because of it.
         """
         if head is None:
             return None
         try:
-            left = self._sender.settle(head, deliveries)
+            left = self._sender.settle(head, outcomes)
         except PacelineError as error:
             # it would keep a version that no other service needs
             self._sender.forget(WEIGHT_TARGET_POLICY_HEAD)
@@ -269,8 +270,8 @@ class Publisher:
 
     def _delivered(
         self, policy: Parcel | None, head: Parcel | None, context: trajectory_pb2.CommandContext
-    ) -> tuple[list[Delivery], list[Delivery]]:
-        """The deliveries of both parcels from each rank, by rank. Collective."""
+    ) -> tuple[list[Outcome], list[Outcome]]:
+        """The outcomes of both parcels from each rank, by rank. Collective."""
         own = self._runner.run(self._deliver(policy, head, context))
         of_ranks = self._senders.exchange([_to_object(one) for one in own])
         policies, heads = zip(*of_ranks, strict=True)
@@ -278,7 +279,7 @@ class Publisher:
 
     async def _deliver(
         self, policy: Parcel | None, head: Parcel | None, context: trajectory_pb2.CommandContext
-    ) -> tuple[Delivery, Delivery]:
+    ) -> tuple[Outcome, Outcome]:
         addresses = self._config.addresses
         policy_sent, head_sent = await asyncio.gather(
             self._deliver_to(addresses.gateway, policy, context),
@@ -288,9 +289,9 @@ class Publisher:
 
     async def _deliver_to(
         self, address: str, parcel: Parcel | None, context: trajectory_pb2.CommandContext
-    ) -> Delivery:
+    ) -> Outcome:
         if parcel is None:
-            return Delivery(PushReport(0, 0.0))
+            return PushReport(0, 0.0)
         deadline_s = patient(push_deadline_s(parcel.whole.manifest.total_bytes))
         try:
             async with channel(address, self._config.security) as peer:
@@ -302,14 +303,16 @@ class Publisher:
                     await wait_ready(peer, patient(CONNECT_S))
                 return await self._sender.deliver(peer, parcel, context, deadline_s)
         except PacelineError as error:
-            return Delivery(PushReport(0, 0.0), error)
+            return error
 
 
-def _to_object(delivery: Delivery) -> dict[str, Any]:
-    failed = Failed.of(0, delivery.error) if delivery.error is not None else None
-    return {"report": asdict(delivery.report), "failed": failed and asdict(failed)}
+def _to_object(outcome: Outcome) -> dict[str, Any]:
+    if isinstance(outcome, PacelineError):
+        return {"failed": asdict(Failed.of(0, outcome))}
+    return {"report": asdict(outcome)}
 
 
-def _from_object(plain: Mapping[str, Any]) -> Delivery:
-    failed = plain["failed"]
-    return Delivery(PushReport(**plain["report"]), Failed(**failed).error() if failed else None)
+def _from_object(plain: Mapping[str, Any]) -> Outcome:
+    if "failed" in plain:
+        return Failed(**plain["failed"]).error()
+    return PushReport(**plain["report"])

@@ -24,8 +24,9 @@ from paceline.services.rollout_gateway.workers.placement import Seat
 from paceline.telemetry import get_logger
 from paceline.v1.progress_pb2 import GetProgressResponse, Part
 from paceline.v1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
-from paceline.weights import SERVICE_NAME, Spool, WeightServicer, add_weight_service
-from paceline.weights.forward import Forward
+from paceline.v1.weights_pb2_grpc import add_WeightServiceServicer_to_server
+from paceline.weights import SERVICE_NAME, Spool, WeightServicer
+from paceline.weights.servicer import Forward
 
 
 async def progress(gateway: Gateway, weights: Activity | None = None) -> GetProgressResponse:
@@ -103,7 +104,7 @@ async def running(
     server = Server(config.addresses.gateway, config.security)
     forward = _forward(config, gateway.spool)
     weights = WeightServicer(gateway.spool, guard, gateway.weights, forward=forward)
-    server.add(add_weight_service, weights, SERVICE_NAME)
+    server.add(add_WeightServiceServicer_to_server, weights, SERVICE_NAME)
     rollouts = grpc.RolloutServicer(gateway, guard)
     server.add(add_RolloutServiceServicer_to_server, rollouts, ROLLOUT_SERVICE)
     add_progress(server, lambda: progress(gateway, weights.reception.activity))

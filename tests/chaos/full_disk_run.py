@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from redis.asyncio import Redis
+from watched_stream import WatchedStream
 
 from paceline.config import RunConfig, ServiceConfig
 from paceline.errors import Unavailable
@@ -19,7 +20,7 @@ from paceline.local.patience import patient
 from paceline.local.redis import resolved
 from paceline.local.services import service
 from paceline.local.supervisor import Supervisor, launch_of
-from paceline.streams import RedisStream, connect
+from paceline.streams import connect
 
 TIMES = 4
 POLICY = RestartPolicy(tries=2, window_s=600.0, base_s=0.01)
@@ -40,7 +41,7 @@ def fill(directory: Path) -> Path:
     return ballast
 
 
-async def append_until_it_fails(stream: RedisStream, acknowledged: list[str]) -> None:
+async def append_until_it_fails(stream: WatchedStream, acknowledged: list[str]) -> None:
     try:
         while True:
             entry = await stream.append({}, bytes(100_000))
@@ -74,7 +75,7 @@ async def main(directory: Path) -> None:
         for _ in range(TIMES):
             client = connect(url, outage_s=0.5)
             await needy_connected(client)  # so that it dies with Redis
-            stream = RedisStream(client, "s", outage_s=0.5)
+            stream = WatchedStream(client, "s", outage_s=0.5)
             ballast = fill(directory)
             async with asyncio.timeout(patient(60.0)):
                 await append_until_it_fails(stream, acknowledged)

@@ -24,10 +24,10 @@ async def main() -> None:
     sessions.start()
     for number in range(50):
         sessions.opened(f"s{number}", {"step": 1})
-        assert await sessions.recorded(f"s{number}", 20)
+        assert await sessions.wait_written(20, f"s{number}")
         if number % 2:
             sessions.ended(f"s{number}")
-    await sessions.written(20)
+    assert await sessions.wait_written(20)
     print("ready", flush=True)
     await asyncio.sleep(60)
 

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from integration.gateway.http_agent import SLOW, Agent, user
+from watched_stream import ledger_record
 
 from paceline.config import SecurityConfig
 from paceline.local.patience import patient
@@ -165,14 +166,14 @@ async def test_sessions_of_a_killed_gateway_are_told_failed_and_what_was_final_s
                 "failed",
                 "infra",
             )
-        note = await ledger.get(f"{agent.id}/0")
+        note = await ledger_record(ledger, f"{agent.id}/0")
         assert note is not None
         assert (note["final"], note["reason"], note["group_id"]) == (
             False,
             "failed:infra",
             agent.session["group_id"],
         )
-    assert (await ledger.get(f"{untrained.id}/0")) is None
+    assert (await ledger_record(ledger, f"{untrained.id}/0")) is None
     await untrained.chat([user("x")], status=401)
     after = await step_of(gateway, run_id, 1)
     assert [group.group_id for group in after[-1].finished.closed_groups] == ["done"]
@@ -238,7 +239,7 @@ async def test_a_claimed_task_is_offered_again_by_the_next_gateway(
     async with asyncio.timeout(patient(10)):
         while (await Ledger(client, run_id).count()).final != 2:
             pass
-    record = await Ledger(client, run_id).get(f"{second.id}/0")
+    record = await ledger_record(Ledger(client, run_id), f"{second.id}/0")
     assert record is not None
     assert (record["final"], record["reward"]) == (True, 0.5)
     await client.aclose()

@@ -9,10 +9,11 @@ from collections.abc import AsyncIterator
 import pytest
 import redis.asyncio
 from memory_stream import MemoryStream
+from watched_stream import WatchedStream
 
 from paceline.errors import ResourceExhausted
 from paceline.local.patience import patient
-from paceline.streams import RedisStream, run_key
+from paceline.streams import run_key
 
 
 @pytest.fixture(params=["memory", "server"])
@@ -24,7 +25,7 @@ def redis_kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 async def stream(
     redis_kind: str, run_id: str, redis_client: redis.asyncio.Redis
-) -> AsyncIterator[RedisStream]:
+) -> AsyncIterator[WatchedStream]:
     made = _make(redis_kind, run_id, redis_client, None)
     yield made
     await made.close()
@@ -33,24 +34,24 @@ async def stream(
 @pytest.fixture
 async def budgeted(
     redis_kind: str, run_id: str, redis_client: redis.asyncio.Redis
-) -> AsyncIterator[RedisStream]:
+) -> AsyncIterator[WatchedStream]:
     made = _make(redis_kind, run_id, redis_client, 1000)
     yield made
     await made.close()
 
 
-def _make(kind: str, run_id: str, client: redis.asyncio.Redis, budget: int | None) -> RedisStream:
+def _make(kind: str, run_id: str, client: redis.asyncio.Redis, budget: int | None) -> WatchedStream:
     name = run_key(run_id, "batches")
-    return MemoryStream(name, budget) if kind == "memory" else RedisStream(client, name, budget)
+    return MemoryStream(name, budget) if kind == "memory" else WatchedStream(client, name, budget)
 
 
-async def _fill(stream: RedisStream, count: int, group: str = "g") -> list[str]:
+async def _fill(stream: WatchedStream, count: int, group: str = "g") -> list[str]:
     await stream.create_group(group)
     ids = [await stream.append({"n": str(n)}, b"payload-%d" % n) for n in range(count)]
     return [entry_id for entry_id in ids if entry_id is not None]
 
 
-async def test_an_entry_comes_back_as_it_was_appended(stream: RedisStream) -> None:
+async def test_an_entry_comes_back_as_it_was_appended(stream: WatchedStream) -> None:
     await stream.create_group("g")
     payload = bytes(range(256)) * 40
     entry_id = await stream.append({"run": "ä", "empty": ""}, payload)
@@ -58,7 +59,7 @@ async def test_an_entry_comes_back_as_it_was_appended(stream: RedisStream) -> No
     assert (entry.id, entry.fields, entry.payload) == (entry_id, {"run": "ä", "empty": ""}, payload)
 
 
-async def test_several_appended_at_once_are_read_in_their_order(stream: RedisStream) -> None:
+async def test_several_appended_at_once_are_read_in_their_order(stream: WatchedStream) -> None:
     await stream.create_group("g")
     await stream.append_all([({"n": str(n)}, b"payload-%d" % n) for n in range(3)])
     await stream.append_all([])
@@ -68,18 +69,18 @@ async def test_several_appended_at_once_are_read_in_their_order(stream: RedisStr
     ]
 
 
-async def test_of_several_one_beyond_the_budget_keeps_all_out(budgeted: RedisStream) -> None:
+async def test_of_several_one_beyond_the_budget_keeps_all_out(budgeted: WatchedStream) -> None:
     with pytest.raises(ResourceExhausted, match="one entry exceeds the budget"):
         await budgeted.append_all([({}, b"x"), ({}, bytes(2000))])
     assert (await budgeted.depth()).entries == 0
 
 
-async def test_equal_entries_are_all_appended(stream: RedisStream) -> None:
+async def test_equal_entries_are_all_appended(stream: WatchedStream) -> None:
     assert len(set(await _fill(stream, 3))) == 3
     assert (await stream.depth()).entries == 3
 
 
-async def test_entries_are_read_in_order_and_by_count(stream: RedisStream) -> None:
+async def test_entries_are_read_in_order_and_by_count(stream: WatchedStream) -> None:
     await _fill(stream, 5)
     first = await stream.read("g", "c", 2, 0)
     second = await stream.read("g", "c", 10, 0)
@@ -87,14 +88,14 @@ async def test_entries_are_read_in_order_and_by_count(stream: RedisStream) -> No
     assert len(first) == 2
 
 
-async def test_every_group_sees_every_entry(stream: RedisStream) -> None:
+async def test_every_group_sees_every_entry(stream: WatchedStream) -> None:
     await stream.create_group("other")
     await _fill(stream, 3)
     assert len(await stream.read("g", "c", 10, 0)) == 3
     assert len(await stream.read("other", "c", 10, 0)) == 3
 
 
-async def test_two_consumers_of_a_group_share_the_entries(stream: RedisStream) -> None:
+async def test_two_consumers_of_a_group_share_the_entries(stream: WatchedStream) -> None:
     await _fill(stream, 6)
     one = await stream.read("g", "one", 3, 0)
     two = await stream.read("g", "two", 10, 0)
@@ -102,13 +103,13 @@ async def test_two_consumers_of_a_group_share_the_entries(stream: RedisStream) -
     assert len(one) == len(two) == 3
 
 
-async def test_a_group_made_late_still_sees_the_first_entry(stream: RedisStream) -> None:
+async def test_a_group_made_late_still_sees_the_first_entry(stream: WatchedStream) -> None:
     await _fill(stream, 2)
     await stream.create_group("late")
     assert [entry.fields["n"] for entry in await stream.read("late", "c", 10, 0)] == ["0", "1"]
 
 
-async def test_making_a_group_again_keeps_its_place(stream: RedisStream) -> None:
+async def test_making_a_group_again_keeps_its_place(stream: WatchedStream) -> None:
     await _fill(stream, 2)
     await stream.read("g", "c", 1, 0)
     await stream.create_group("g")
@@ -116,7 +117,7 @@ async def test_making_a_group_again_keeps_its_place(stream: RedisStream) -> None
 
 
 async def test_unacknowledged_entries_are_read_again_until_acknowledged(
-    stream: RedisStream,
+    stream: WatchedStream,
 ) -> None:
     ids = await _fill(stream, 3)
     await stream.read("g", "c", 10, 0)
@@ -129,7 +130,7 @@ async def test_unacknowledged_entries_are_read_again_until_acknowledged(
     assert (depth.entries, depth.pending) == (3, 0)
 
 
-async def test_depth_counts_entries_bytes_and_pending(stream: RedisStream) -> None:
+async def test_depth_counts_entries_bytes_and_pending(stream: WatchedStream) -> None:
     assert (await stream.depth()).entries == 0
     await stream.create_group("g")
     first = await stream.append({"ab": "cd"}, b"123456")
@@ -143,7 +144,7 @@ async def test_depth_counts_entries_bytes_and_pending(stream: RedisStream) -> No
     assert (depth.entries, depth.bytes, depth.pending) == (1, 10, 1)
 
 
-async def test_acknowledging_twice_changes_nothing(stream: RedisStream) -> None:
+async def test_acknowledging_twice_changes_nothing(stream: WatchedStream) -> None:
     ids = await _fill(stream, 2)
     await stream.read("g", "c", 10, 0)
     await stream.ack("g", ids, delete=True)
@@ -152,7 +153,7 @@ async def test_acknowledging_twice_changes_nothing(stream: RedisStream) -> None:
     assert (depth.entries, depth.bytes, depth.pending) == (0, 0, 0)
 
 
-async def test_re_reading_acknowledges_entries_that_are_gone(stream: RedisStream) -> None:
+async def test_re_reading_acknowledges_entries_that_are_gone(stream: WatchedStream) -> None:
     await stream.create_group("other")
     ids = await _fill(stream, 3)
     await stream.read("g", "c", 10, 0)
@@ -161,17 +162,17 @@ async def test_re_reading_acknowledges_entries_that_are_gone(stream: RedisStream
     assert (await stream.depth()).pending == 1
 
 
-async def test_a_byte_budget_pushes_out_the_oldest(budgeted: RedisStream) -> None:
+async def test_a_byte_budget_pushes_out_the_oldest(budgeted: WatchedStream) -> None:
     await budgeted.create_group("g")
     for n in range(5):
         await budgeted.append({"n": str(n)}, bytes(298))
     depth = await budgeted.depth()
-    assert (depth.entries, depth.bytes, depth.trimmed) == (3, 900, 2)
+    assert (depth.entries, depth.bytes) == (3, 900)
     assert [entry.fields["n"] for entry in await budgeted.read("g", "c", 10, 0)] == ["2", "3", "4"]
 
 
 async def test_an_entry_larger_than_the_budget_is_refused_and_nothing_is_pushed_out(
-    budgeted: RedisStream,
+    budgeted: WatchedStream,
 ) -> None:
     await budgeted.append({}, bytes(500))
     with pytest.raises(ResourceExhausted, match="1001"):
@@ -179,7 +180,7 @@ async def test_an_entry_larger_than_the_budget_is_refused_and_nothing_is_pushed_
     assert (await budgeted.depth()).entries == 1
 
 
-async def test_a_blocking_read_wakes_on_append(stream: RedisStream) -> None:
+async def test_a_blocking_read_wakes_on_append(stream: WatchedStream) -> None:
     await stream.create_group("g")
     reading = asyncio.create_task(stream.read("g", "c", 10, 20.0))
     done, _ = await asyncio.wait({reading}, timeout=0.1)
@@ -190,14 +191,14 @@ async def test_a_blocking_read_wakes_on_append(stream: RedisStream) -> None:
     assert time.monotonic() - began < patient(10)
 
 
-async def test_a_blocking_read_ends_at_its_deadline(stream: RedisStream) -> None:
+async def test_a_blocking_read_ends_at_its_deadline(stream: WatchedStream) -> None:
     await stream.create_group("g")
     began = time.monotonic()
     assert await stream.read("g", "c", 10, 0.2) == []
     assert 0.15 < time.monotonic() - began < patient(10)
 
 
-async def test_a_cancelled_read_loses_nothing(stream: RedisStream) -> None:
+async def test_a_cancelled_read_loses_nothing(stream: WatchedStream) -> None:
     await stream.create_group("g")
     for n in range(10):
         reading = asyncio.create_task(stream.read("g", "c", 10, 20.0))
@@ -215,7 +216,7 @@ async def _finished(reading: asyncio.Task[list[object]]) -> bool:
     return not reading.cancelled()
 
 
-async def test_a_dead_letter_leaves_the_stream_and_keeps_its_reason(stream: RedisStream) -> None:
+async def test_a_dead_letter_leaves_the_stream_and_keeps_its_reason(stream: WatchedStream) -> None:
     ids = await _fill(stream, 2)
     bad, good = await stream.read("g", "c", 10, 0)
     await stream.dead_letter("g", bad, "does not decode")
@@ -232,7 +233,7 @@ async def test_a_dead_letter_leaves_the_stream_and_keeps_its_reason(stream: Redi
     assert [entry.id for entry in await stream.unacked("g", "c")] == [good.id]
 
 
-async def test_history_replays_all_entries_without_a_group(stream: RedisStream) -> None:
+async def test_history_replays_all_entries_without_a_group(stream: WatchedStream) -> None:
     ids = await _fill(stream, 5)
     await stream.read("g", "c", 10, 0)
     first = await stream.history(count=2)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from google.protobuf.message import DecodeError
+from whole_versions import build_manifest
 
 from paceline import events
 from paceline.client.calls import reader
@@ -64,8 +65,6 @@ from paceline.v1 import trajectory_pb2 as tpb
 from paceline.v1 import weights_pb2 as wpb
 from paceline.weights.delta import apply_delta, encode_delta
 from paceline.weights.manifest import check_manifest, layouts
-from paceline.weights.shares import build_manifest
-from paceline.weights.wire import PushChunk, decode_push, encode_push
 from paceline.whole_files import read_hashes
 
 
@@ -358,10 +357,6 @@ assert DELTA.changed
 
 DECODERS: dict[str, Decoder] = {
     "safetensors": Decoder((bytes(encode_safetensors([TENSOR])),), decode_safetensors),
-    "pushed chunks": Decoder(
-        (encode_push(PushChunk(1, 2, 3, 4, memoryview(b"data"), tpb.CommandContext(run_id="r"))),),
-        decode_push,
-    ),
     "weight deltas": Decoder((DELTA.stream,), weight_delta),
     "weight manifests": Decoder((MANIFEST.SerializeToString(),), message(wpb.Manifest, manifest)),
     "trajectories": Decoder(

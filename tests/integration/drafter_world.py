@@ -17,12 +17,13 @@ import psutil
 import torch
 from redis.asyncio import Redis
 from safetensors.torch import load_file
+from watched_stream import WatchedStream
 
 from benchmarks.processes import running
 from paceline.config import SecurityConfig
 from paceline.local.patience import patient
 from paceline.rpc import EpochGuard, Server, channel, rpc_errors, wait_healthy
-from paceline.streams import FeatureBatch, RedisStream, encode_features, run_key
+from paceline.streams import FeatureBatch, encode_features, run_key
 from paceline.tensors import from_numpy, head_hash
 from paceline.trajectory import VersionSet
 from paceline.v1 import drafter_pb2 as pb
@@ -30,7 +31,8 @@ from paceline.v1.drafter_pb2_grpc import DrafterServiceStub
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.v1.trajectory_pb2 import VersionSet as VersionSetMessage
-from paceline.weights import SERVICE_NAME, Spool, WeightServicer, add_weight_service
+from paceline.v1.weights_pb2_grpc import add_WeightServiceServicer_to_server
+from paceline.weights import SERVICE_NAME, Spool, WeightServicer
 
 SECURITY = SecurityConfig()
 POLICY = Path(__file__).parents[2] / "examples" / "demo" / "policy_start"
@@ -102,8 +104,8 @@ class World:
             assert not alive, "ranks are left behind"
 
     @property
-    def stream(self) -> RedisStream:
-        return RedisStream(self.client, run_key(self.run, "features"))
+    def stream(self) -> WatchedStream:
+        return WatchedStream(self.client, run_key(self.run, "features"))
 
     async def append(self, batches: list[FeatureBatch]) -> None:
         for batch in batches:
@@ -172,7 +174,7 @@ async def serve_receiver(spool: Spool, receiver: Receiver) -> tuple[Server, int]
     """A real WeightService as the gateway runs one."""
     server = Server("127.0.0.1:0", SECURITY)
     server.add(
-        add_weight_service,
+        add_WeightServiceServicer_to_server,
         WeightServicer(spool, EpochGuard(SecurityConfig()), receiver),
         SERVICE_NAME,
     )

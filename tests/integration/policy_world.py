@@ -29,11 +29,11 @@ from paceline.v1 import policy_pb2 as pb
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY, WEIGHT_TARGET_POLICY_HEAD
 from paceline.v1.policy_pb2_grpc import PolicyServiceStub
 from paceline.v1.trajectory_pb2 import CommandContext
+from paceline.v1.weights_pb2_grpc import add_WeightServiceServicer_to_server
 from paceline.weights import (
     SERVICE_NAME,
     Spool,
     WeightServicer,
-    add_weight_service,
     commit_versions,
 )
 
@@ -205,7 +205,7 @@ async def receiver(spool: Spool, target: int, port: int = 0) -> tuple[Server, in
     """A real WeightService over a spool."""
     server = Server(f"127.0.0.1:{port}", SECURITY)
     servicer = WeightServicer(spool, EpochGuard(SecurityConfig()), NoHooks(), targets=(target,))
-    server.add(add_weight_service, servicer, SERVICE_NAME)
+    server.add(add_WeightServiceServicer_to_server, servicer, SERVICE_NAME)
     return server, await server.start()
 
 

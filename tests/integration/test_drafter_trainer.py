@@ -30,6 +30,7 @@ from integration.drafter_world import (
     serve_receiver,
 )
 from safetensors.torch import load_file, save_file
+from whole_versions import build_manifest, push_weights
 
 from paceline.errors import (
     DeadlineExceeded,
@@ -50,7 +51,7 @@ from paceline.training.checkpoints import PREFIX, STATE, checkpoint_numbers
 from paceline.trajectory import VersionSet
 from paceline.v1 import drafter_pb2 as pb
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY_HEAD
-from paceline.weights import Spool, build_manifest, commit_versions, push_weights
+from paceline.weights import Spool, commit_versions
 
 ENDLESS = {"max_epochs": 1e6}
 

@@ -19,6 +19,7 @@ import redis
 from ipv6 import LOOPBACK_HOSTS
 from redis.exceptions import AuthenticationError, ResponseError
 from redis_servers import RedisServer
+from watched_stream import WatchedStream
 
 from paceline.config import RedisConfig, RunConfig, ServiceConfig
 from paceline.errors import Unavailable
@@ -28,7 +29,7 @@ from paceline.local.ports import free_port
 from paceline.local.redis import RedisLauncher, resolved
 from paceline.local.services import SERVICES
 from paceline.local.supervisor import Supervisor, launch_of
-from paceline.streams import RedisStream, connect, run_key
+from paceline.streams import connect, run_key
 
 
 def redis_launches(config: ServiceConfig, words: Sequence[str]) -> list[Launch]:
@@ -50,7 +51,7 @@ async def test_both_roles_run_and_the_durable_one_keeps_its_data_over_a_kill(
     async with Supervisor(launches, tmp_path, policy=RestartPolicy(base_s=0.05)) as supervisor:
         await supervisor.start(patient(20.0))
         client = connect(resolved(config).redis.durable_url)
-        stream = RedisStream(client, run_key(run_id, "s"))
+        stream = WatchedStream(client, run_key(run_id, "s"))
         await stream.create_group("g")
         await stream.append({"n": "1"}, b"x")
         reading = asyncio.create_task(stream.read("g", "c", 2, 0.0))

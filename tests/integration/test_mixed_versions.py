@@ -9,6 +9,7 @@ import torch
 from integration.weight_receivers import CONTEXT, P, Receiver, receivers
 from safetensors.torch import save
 from torch import Tensor
+from whole_versions import build_manifest, push_alone
 
 from paceline.local.patience import patient
 from paceline.models.config import read_config
@@ -16,7 +17,7 @@ from paceline.models.in_place import ServedModel, serve_staged, storages
 from paceline.models.loading import read_tensors
 from paceline.models.profiles import PROFILES, ROUNDED
 from paceline.tensors import NamedTensor, decode_safetensors
-from paceline.weights import WeightSender, build_manifest
+from paceline.weights import WeightSender
 from paceline.weights.shares import check_share, held_whole
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo" / "policy_start"
@@ -39,7 +40,7 @@ async def pushed(receiver: Receiver, sender: WeightSender, number: int) -> str:
     """The encoding in which a version was sent."""
     given = version(number)
     whole = check_share(build_manifest(P, number, given), held_whole(given))
-    report = await sender.push(receiver.channel, whole, CONTEXT, deadline_s=patient(20))
+    report = await push_alone(sender, receiver.channel, whole, CONTEXT, patient(20))
     await receiver.commit(number, number, 0)
     return report.encoding
 

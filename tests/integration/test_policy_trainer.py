@@ -32,6 +32,7 @@ from integration.policy_world import (
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_tensors
 from transformers import LlamaForCausalLM
+from watched_stream import WatchedStream, ledger_record
 
 from paceline.errors import InternalError, StaleEpoch, Unavailable, WeightsError
 from paceline.local.news import VARIABLE as NEWS_VARIABLE
@@ -43,7 +44,7 @@ from paceline.ranks.messages import Save, Saved
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.messages import MESSAGES
 from paceline.services.policy_trainer.server import RANK_GRACE_S
-from paceline.streams import Ledger, LedgerCount, RedisStream, encode_trajectory, run_key
+from paceline.streams import Ledger, LedgerCount, encode_trajectory, run_key
 from paceline.telemetry import names
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY, WEIGHT_TARGET_POLICY_HEAD
 
@@ -100,7 +101,7 @@ async def test_two_ranks_train_push_checkpoint_and_acknowledge(
     assert np.array_equal(head["lm_head.weight"], first["lm_head.weight"])
     assert np.array_equal(head["model.embed_tokens.weight"], first["model.embed_tokens.weight"])
 
-    stream = RedisStream(world.client, run_key(world.run, "trajectories"))
+    stream = WatchedStream(world.client, run_key(world.run, "trajectories"))
     second = await world.append(1, 1)
     await world.step(1, 1)
     assert (await stream.depth()).entries == len(trajectories) + len(second), (
@@ -292,8 +293,8 @@ async def test_trajectories_of_a_compacted_step_that_come_again_are_not_trained_
         await world.commit(step + 1)
     await world.stop()
     ledger = Ledger(world.client, world.run)
-    assert await ledger.get(str(first[0].key)) is None, "step 0 is not compacted"
-    stream = RedisStream(world.client, run_key(world.run, "trajectories"))
+    assert await ledger_record(ledger, str(first[0].key)) is None, "step 0 is not compacted"
+    stream = WatchedStream(world.client, run_key(world.run, "trajectories"))
     waiting = (await stream.depth()).entries
 
     await world.append(0, 0)

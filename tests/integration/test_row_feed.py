@@ -11,11 +11,12 @@ from contextlib import contextmanager
 import pytest
 from redis.asyncio import Redis
 from unit.drafter_trainer.samples import TARGET, batch
+from watched_stream import WatchedStream
 
 from paceline.local.patience import patient
 from paceline.services.drafter_trainer.rows.feed import CONSUMER, GROUP, RowFeed
 from paceline.services.drafter_trainer.rows.sample import FeatureSample
-from paceline.streams import RedisStream, connect, encode_features, run_key
+from paceline.streams import connect, encode_features, run_key
 
 
 class Taken:
@@ -39,7 +40,7 @@ class Taken:
 @contextmanager
 def feeding(url: str, run_id: str, taken: Taken) -> Iterator[RowFeed]:
     feed = RowFeed(
-        lambda: RedisStream(connect(url), run_key(run_id, "features")), TARGET, taken.take
+        lambda: WatchedStream(connect(url), run_key(run_id, "features")), TARGET, taken.take
     )
     feed.start()
     try:
@@ -50,17 +51,17 @@ def feeding(url: str, run_id: str, taken: Taken) -> Iterator[RowFeed]:
 
 
 @pytest.fixture
-def stream(redis_client: Redis, run_id: str) -> RedisStream:
-    return RedisStream(redis_client, run_key(run_id, "features"))
+def stream(redis_client: Redis, run_id: str) -> WatchedStream:
+    return WatchedStream(redis_client, run_key(run_id, "features"))
 
 
-async def append(stream: RedisStream, *seeds: int) -> None:
+async def append(stream: WatchedStream, *seeds: int) -> None:
     for seed in seeds:
         await stream.append(*encode_features(batch(12, seed)))
 
 
 async def test_rows_come_as_they_are_appended_and_leave_the_stream(
-    stream: RedisStream, redis_url: str, run_id: str
+    stream: WatchedStream, redis_url: str, run_id: str
 ) -> None:
     taken = Taken()
     with feeding(redis_url, run_id, taken):
@@ -72,7 +73,7 @@ async def test_rows_come_as_they_are_appended_and_leave_the_stream(
 
 
 async def test_what_a_killed_rank_had_read_but_not_decoded_comes_to_the_next(
-    stream: RedisStream, redis_url: str, run_id: str
+    stream: WatchedStream, redis_url: str, run_id: str
 ) -> None:
     await stream.create_group(GROUP)
     await append(stream, 1, 2)
@@ -84,7 +85,7 @@ async def test_what_a_killed_rank_had_read_but_not_decoded_comes_to_the_next(
 
 
 async def test_an_entry_that_cannot_be_used_is_put_aside_and_counted(
-    stream: RedisStream, redis_url: str, run_id: str
+    stream: WatchedStream, redis_url: str, run_id: str
 ) -> None:
     taken = Taken()
     with feeding(redis_url, run_id, taken) as feed:
@@ -97,13 +98,13 @@ async def test_an_entry_that_cannot_be_used_is_put_aside_and_counted(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_a_thread_that_has_died_is_an_error_of_the_rank(
-    stream: RedisStream, redis_url: str, run_id: str
+    stream: WatchedStream, redis_url: str, run_id: str
 ) -> None:
     def broken(samples: list[FeatureSample]) -> None:
         raise RuntimeError("no room")
 
     feed = RowFeed(
-        lambda: RedisStream(connect(redis_url), run_key(run_id, "features")), TARGET, broken
+        lambda: WatchedStream(connect(redis_url), run_key(run_id, "features")), TARGET, broken
     )
     feed.start()
     await append(stream, 1)

@@ -118,7 +118,7 @@ async def test_waiting_ends_with_unavailable_when_the_time_is_up(
     running: tuple[Server, Slow, str],
 ) -> None:
     server, _, address = running
-    server.set_serving("", False)
+    server.set_serving(NAME, False)
     with pytest.raises(Unavailable, match="seen: NOT_SERVING; allowed: SERVING"):
         await wait_healthy(address, OFF, 0.3)
     with socket.socket() as silent:

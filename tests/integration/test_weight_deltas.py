@@ -12,31 +12,19 @@ import zstandard
 from counted import counted
 from integration.weight_receivers import CHUNK, CONTEXT, P, Receiver, Start, receivers, wanted
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from whole_versions import build_manifest, push_alone, push_weights
 
 from paceline.errors import DataLoss, InvalidInput, PacelineError, WeightsError
 from paceline.local.patience import patient
 from paceline.tensors import NamedTensor, as_numpy, from_numpy
 from paceline.trajectory import VersionSet
 from paceline.v1 import weights_pb2 as pb
-from paceline.weights import (
-    PushReport,
-    WeightSender,
-    abort_version,
-    build_manifest,
-    pull_weights,
-    push_weights,
-)
+from paceline.weights import PushReport, WeightSender, abort_version, pull_weights
 from paceline.weights.chunks import available_bytes, checked_range, mapped_file
 from paceline.weights.delta import HEAD, MAGIC, RECORD, EncodedDelta, encode_delta
 from paceline.weights.manifest import hash_of
 from paceline.weights.push import push_stream
-from paceline.weights.shares import (
-    Announced,
-    check_share,
-    cut_ranges,
-    delta_manifest,
-    held_whole,
-)
+from paceline.weights.shares import Announced, check_share, cut_ranges, delta_manifest, held_whole
 
 FAR = 1 << 60
 
@@ -72,7 +60,7 @@ def manifest_of(given: list[NamedTensor], number: int) -> pb.Manifest:
 
 async def push(sender: WeightSender, receiver: Receiver, number: int) -> PushReport:
     whole = announced(version(number), number)
-    return await sender.push(receiver.channel, whole, CONTEXT, deadline_s=patient(20))
+    return await push_alone(sender, receiver.channel, whole, CONTEXT, patient(20))
 
 
 def announced(given: list[NamedTensor], number: int) -> Announced:
@@ -198,12 +186,14 @@ def test_what_memory_is_available_is_known_here() -> None:
     assert 1 << 20 < available_bytes() < 1 << 60
 
 
-async def test_a_late_joiner_pulls_what_came_as_a_delta(start: Start) -> None:
+async def test_a_late_joiner_pulls_what_came_as_a_delta(start: Start, tmp_path: Path) -> None:
     receiver, sender = await start(), WeightSender()
     for number in (1, 2):
         await push(sender, receiver, number)
         await receiver.commit(number, number, 0)
-    pulled = await pull_weights(receiver.channel, P, lambda _: True, deadline_s=patient(10))
+    pulled = await pull_weights(
+        receiver.channel, P, lambda _: True, directory=tmp_path, deadline_s=patient(10)
+    )
     assert pulled is not None
     assert [bytes(one.view) for one in pulled] == [bytes(one.view) for one in version(2)]
 
@@ -253,7 +243,7 @@ async def test_where_most_values_change_versions_go_whole(
     given = [
         from_numpy(one.name, words, one.dtype) for one, words in zip(version(1), moved, strict=True)
     ]
-    report = await sender.push(receiver.channel, announced(given, 2), CONTEXT)
+    report = await push_alone(sender, receiver.channel, announced(given, 2), CONTEXT)
     assert (report.encoding, report.bytes) == ("full", manifest_of(given, 2).total_bytes)
     left = partial(counted, metric_reader, "paceline.weights.deltas_left", target="policy")
     assert (left(reason="changed"), left()) == (1, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import zlib
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from integration.weight_receivers import (
     Receiver,
     cut_chunks,
     manifest_of,
+    push_request,
     receivers,
     tensors,
     wanted,
@@ -29,7 +29,6 @@ from paceline.v1 import weights_pb2 as pb
 from paceline.weights import SERVICE_NAME, abort_version
 from paceline.weights import push as weights_push
 from paceline.weights.chunks import chunk_count
-from paceline.weights.wire import PushChunk, encode_push
 
 
 @asynccontextmanager
@@ -71,7 +70,7 @@ async def test_chunks_reach_the_next_receiver_before_the_push_ends(tmp_path: Pat
         async def messages() -> AsyncIterator[bytes]:
             for index, data in cut_chunks(manifest, given, range(chunk_count(manifest))):
                 context = None if index else CONTEXT
-                yield encode_push(PushChunk(P, 1, index, zlib.crc32(data), data, context))
+                yield push_request(index, data, context).SerializeToString()
                 while index == half and len(there.arrived) <= half:
                     there.news.clear()
                     await there.news.wait()

@@ -13,7 +13,6 @@ import time
 import zlib
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +26,7 @@ from integration.weight_receivers import (
     Start,
     cut_chunks,
     manifest_of,
+    push_request,
     receivers,
     send,
     tensors,
@@ -60,8 +60,7 @@ from paceline.weights import (
     pull_weights,
 )
 from paceline.weights.chunks import content_hash
-from paceline.weights.push import DAMAGED_TRIES
-from paceline.weights.wire import PushChunk, encode_push
+from paceline.weights.push import DAMAGED_TRIES, encode_push
 
 
 @pytest.fixture
@@ -113,13 +112,10 @@ async def test_corrupt_chunk_is_refused_and_the_rest_resumes(start: Start) -> No
     given = tensors(1)
     manifest = manifest_of(given, P, 1)
 
-    def spoil(chunk: PushChunk) -> PushChunk:
-        if chunk.chunk_index != 5:
-            return chunk
-        data = bytes(chunk.data[:-1]) + bytes([chunk.data[-1] ^ 1])
-        return PushChunk(
-            chunk.target, chunk.version, 5, chunk.crc32, memoryview(data), chunk.context
-        )
+    def spoil(chunk: pb.PushRequest) -> pb.PushRequest:
+        if chunk.chunk_index == 5:
+            chunk.data = chunk.data[:-1] + bytes([chunk.data[-1] ^ 1])
+        return chunk
 
     count = -(-manifest.total_bytes // CHUNK)
     with pytest.raises(DataLoss, match="chunk 5 of policy version 1 is corrupt"):
@@ -140,8 +136,8 @@ async def test_what_is_damaged_on_its_way_is_sent_again_up_to_three_times(
     manifest = manifest_of(given, P, 1)
     damaged: list[int] = []
 
-    def damage(chunk: PushChunk) -> bytes:
-        message = bytearray(encode_push(chunk))
+    def damage(chunk: pb.PushRequest, data: memoryview) -> bytes:
+        message = bytearray(encode_push(chunk, data))
         if chunk.chunk_index == 5 and len(damaged) < times:
             damaged.append(chunk.chunk_index)
             message[-1] ^= 1
@@ -174,11 +170,11 @@ async def test_a_sender_that_is_still_sending_hears_why_it_is_refused(start: Sta
     count = -(-manifest.total_bytes // CHUNK)
     sent: list[int] = []
 
-    def spoil(chunk: PushChunk) -> PushChunk:
+    def spoil(chunk: pb.PushRequest) -> pb.PushRequest:
         sent.append(chunk.chunk_index)
-        if chunk.chunk_index != 3:
-            return chunk
-        return PushChunk(chunk.target, chunk.version, 3, chunk.crc32 ^ 1, chunk.data, None)
+        if chunk.chunk_index == 3:
+            chunk.crc32 ^= 1
+        return chunk
 
     with pytest.raises(DataLoss, match="chunk 3 of policy version 1 is corrupt"):
         await send(receiver.channel, given, manifest, list(range(count)), spoil)
@@ -198,7 +194,9 @@ async def test_a_sender_that_falls_silent_hears_within_a_second_or_two_why_it_is
 
     async def one_chunk_and_no_end() -> AsyncIterator[bytes]:
         index, data = next(iter(cut_chunks(manifest, given, [0])))
-        yield encode_push(PushChunk(P, 1, index, zlib.crc32(data) ^ 1, data, CONTEXT))
+        chunk = push_request(index, data, CONTEXT)
+        chunk.crc32 ^= 1
+        yield chunk.SerializeToString()
         await asyncio.Event().wait()
 
     with pytest.raises(DataLoss, match="chunk 0 of policy version 1 is corrupt"), rpc_errors():
@@ -212,17 +210,17 @@ async def test_push_resumes_after_a_dropped_connection(start: Start) -> None:
     await wanted(receiver.channel, manifest)
     arrived, place = asyncio.Event(), receiver.servicer.reception.receiving((P, 1)).place
 
-    def seen(chunk: PushChunk, **options: Any) -> None:
-        place(chunk, **options)
+    def seen(chunk: pb.PushRequest) -> int:
+        placed = place(chunk)
         if chunk.chunk_index == 2:
             arrived.set()
+        return placed
 
     receiver.servicer.reception.receiving((P, 1)).place = seen  # type: ignore[method-assign]
 
     async def stall() -> AsyncIterator[bytes]:
         for index, data in cut_chunks(manifest, given, [0, 1, 2]):
-            crc = zlib.crc32(data)
-            yield encode_push(PushChunk(P, 1, index, crc, data, CONTEXT if not index else None))
+            yield push_request(index, data, None if index else CONTEXT).SerializeToString()
         await asyncio.Event().wait()
 
     call = receiver.channel.stream_unary(f"/{SERVICE_NAME}/Push")(stall(), timeout=patient(10))
@@ -341,17 +339,17 @@ async def test_a_sender_that_another_has_replaced_places_no_chunk(start: Start) 
     await wanted(receiver.channel, old)
     arrived, place = asyncio.Event(), receiver.servicer.reception.receiving((P, 1)).place
 
-    def seen(chunk: PushChunk) -> None:
-        place(chunk)
+    def seen(chunk: pb.PushRequest) -> int:
+        placed = place(chunk)
         arrived.set()
+        return placed
 
     receiver.servicer.reception.receiving((P, 1)).place = seen  # type: ignore[method-assign]
     prepared = asyncio.Event()
 
     async def messages() -> AsyncIterator[bytes]:
         for index, data in cut_chunks(old, given, [0, 1]):
-            crc = zlib.crc32(data)
-            yield encode_push(PushChunk(P, 1, index, crc, data, CONTEXT if not index else None))
+            yield push_request(index, data, None if index else CONTEXT).SerializeToString()
             await prepared.wait()
 
     call = receiver.channel.stream_unary(f"/{SERVICE_NAME}/Push")(messages(), timeout=patient(10))
@@ -377,25 +375,35 @@ async def test_other_content_of_a_version_that_has_served_is_refused(
         await receiver.push(D, 1, seed=2)
 
 
-async def test_what_serves_can_be_pulled_bit_for_bit(start: Start) -> None:
+async def test_what_serves_can_be_pulled_bit_for_bit(start: Start, tmp_path: Path) -> None:
     receiver = await start()
-    never = await pull_weights(receiver.channel, P, lambda one: bool(one.tensors), deadline_s=10)
+    never = await pull_weights(
+        receiver.channel, P, lambda one: bool(one.tensors), directory=tmp_path, deadline_s=10
+    )
     assert never is None
     given = await receiver.push(P, 1)
     await receiver.commit(1, 1, 0)
     await receiver.push(P, 2)
     pulled = await pull_weights(
-        receiver.channel, P, lambda manifest: manifest.version == 1, deadline_s=patient(10)
+        receiver.channel,
+        P,
+        lambda manifest: manifest.version == 1,
+        directory=tmp_path,
+        deadline_s=patient(10),
     )
     assert pulled is not None
     assert [(one.layout, bytes(one.view)) for one in pulled] == [
         (one.layout, bytes(one.view)) for one in given
     ]
-    other = await pull_weights(receiver.channel, P, lambda one: one.version == 2, deadline_s=10)
+    other = await pull_weights(
+        receiver.channel, P, lambda one: one.version == 2, directory=tmp_path, deadline_s=10
+    )
     assert other is None
 
 
-async def test_a_pull_of_bytes_that_rotted_on_disk_is_data_loss(start: Start) -> None:
+async def test_a_pull_of_bytes_that_rotted_on_disk_is_data_loss(
+    start: Start, tmp_path: Path
+) -> None:
     receiver = await start()
     await receiver.push(P, 1)
     await receiver.commit(1, 1, 0)
@@ -404,10 +412,14 @@ async def test_a_pull_of_bytes_that_rotted_on_disk_is_data_loss(start: Start) ->
     data[-9] ^= 1
     path.write_bytes(data)
     with pytest.raises(DataLoss, match="not the manifest's content"):
-        await pull_weights(receiver.channel, P, lambda _: True, deadline_s=patient(10))
+        await pull_weights(
+            receiver.channel, P, lambda _: True, directory=tmp_path, deadline_s=patient(10)
+        )
     path.write_bytes(data[:-9])
     with pytest.raises(DataLoss, match="ends inside chunk"):
-        await pull_weights(receiver.channel, P, lambda _: True, deadline_s=patient(10))
+        await pull_weights(
+            receiver.channel, P, lambda _: True, directory=tmp_path, deadline_s=patient(10)
+        )
 
 
 def flip(file: Path) -> None:
@@ -534,7 +546,7 @@ async def test_versions_in_flight_are_bounded(start: Start) -> None:
 async def test_foreign_target_and_stale_epoch_are_refused(start: Start) -> None:
     receiver = await start()
     small = tensors(1)[:1]
-    with pytest.raises(InvalidInput, match="does not take that target"):
+    with pytest.raises(InvalidInput, match="does not accept the target"):
         await wanted(receiver.channel, manifest_of(small, WEIGHT_TARGET_POLICY_HEAD, 1))
     await wanted(receiver.channel, manifest_of(small, P, 1))
     with pytest.raises(StaleEpoch):
@@ -566,7 +578,7 @@ async def test_chunks_of_a_lease_that_a_newer_one_replaced_are_refused(start: St
     newer = CommandContext(run_id="local", step=1, epoch=CONTEXT.epoch + 1)
     await abort_version(receiver.channel, newer, P, 7)
     index, data = next(iter(cut_chunks(manifest, given, [0])))
-    stale = encode_push(PushChunk(P, 1, index, zlib.crc32(data), data, CONTEXT))
+    stale = push_request(index, data, CONTEXT).SerializeToString()
 
     async def messages() -> AsyncIterator[bytes]:
         yield stale
@@ -615,7 +627,7 @@ async def test_bytes_that_are_no_message_are_data_loss(start: Start) -> None:
     async def messages() -> AsyncIterator[bytes]:
         yield b"\x7a\xff\xff\xff\xff\x0f"
 
-    with pytest.raises(DataLoss, match="not a valid PushRequest"), rpc_errors():
+    with pytest.raises(DataLoss, match="not the message that this method takes"), rpc_errors():
         await receiver.channel.stream_unary(f"/{SERVICE_NAME}/Push")(
             messages(), timeout=patient(10)
         )

@@ -23,7 +23,7 @@ from paceline.local.patience import patient
 from paceline.tensors import NUMPY_CODES, NamedTensor
 from paceline.trajectory import VersionSet
 from paceline.v1 import weights_pb2 as pb
-from paceline.weights import Delivery, Parcel, PushReport, WeightSender, abort_version
+from paceline.weights import Parcel, PushReport, WeightSender, abort_version
 from paceline.weights.chunks import CheckedRange
 from paceline.weights.manifest import layouts, unchecked_manifest
 from paceline.weights.push import DAMAGED_TRIES, push_stream
@@ -125,7 +125,7 @@ class Together:
         assert all(one == going[0] or isinstance(one, PushReport) for one in going)
         return going[0]
 
-    async def deliver(self, receiver: Receiver, parcels: Sequence[Any]) -> list[Delivery]:
+    async def deliver(self, receiver: Receiver, parcels: Sequence[Any]) -> list[Any]:
         return await asyncio.gather(
             *(
                 sender.deliver(receiver.channel, parcel, CONTEXT, patient(20))
@@ -166,16 +166,16 @@ async def test_a_version_is_complete_when_the_last_share_is_in_whoever_brings_it
         delivery = await ours.senders[rank].deliver(
             receiver.channel, parcels[rank], CONTEXT, patient(20)
         )
-        assert delivery.error is None
-        assert delivery.report.missing > 0
+        assert isinstance(delivery, PushReport)
+        assert delivery.missing > 0
         assert receiver.spool.prepared == frozenset()
     with pytest.raises(WeightsError, match="not prepared"):
         await receiver.commit(1, 1, 0)
-    last = await ours.senders[1].deliver(receiver.channel, parcels[1], CONTEXT, patient(20))
-    assert last.report.missing == 0
+    last: Any = await ours.senders[1].deliver(receiver.channel, parcels[1], CONTEXT, patient(20))
+    assert last.missing == 0
     assert receiver.spool.prepared == {(P, 1)}
     again = await ours.deliver(receiver, parcels)
-    assert [(one.report.bytes, one.report.missing) for one in again] == [(0, 0)] * 3
+    assert [(one.bytes, one.missing) for one in again] == [(0, 0)] * 3
 
 
 async def test_a_broken_stream_of_one_sender_resumes_at_what_is_missing(
@@ -192,11 +192,11 @@ async def test_a_broken_stream_of_one_sender_resumes_at_what_is_missing(
     broken = await push_stream(receiver.channel, manifest, breaks, CONTEXT, deadline_s=patient(20))
     other = await ours.senders[0].deliver(receiver.channel, parcels[0], CONTEXT, patient(20))
     missing = list((await wanted(receiver.channel, manifest)).wanted_chunks)
-    assert other.report.missing == len(missing) > 0
+    assert other.missing == len(missing) > 0
     rest = await ours.senders[1].deliver(receiver.channel, parcels[1], CONTEXT, patient(20))
-    assert rest.report.missing == 0
-    assert rest.report.bytes < own  # no more than its missing chunks
-    assert broken.bytes + rest.report.bytes < own + manifest.chunk_bytes
+    assert rest.missing == 0
+    assert rest.bytes < own  # no more than its missing chunks
+    assert broken.bytes + rest.bytes < own + manifest.chunk_bytes
     receiver.spool.check(P, 1)
 
 
@@ -208,7 +208,7 @@ async def test_a_receiver_that_restarts_between_two_shares_gets_the_first_again(
     early = await ours.senders[0].deliver(first.channel, parcels[0], CONTEXT, patient(20))
     again = await start()
     late = await ours.senders[1].deliver(again.channel, parcels[1], CONTEXT, patient(20))
-    assert early.report.missing > 0 < late.report.missing
+    assert early.missing > 0 < late.missing
     going = [
         sender.settle(parcel, [early, late])
         for sender, parcel in zip(ours.senders, parcels, strict=True)
@@ -240,7 +240,7 @@ async def test_what_one_sender_meets_is_raised_at_all_of_them(
     fine = await ours.senders[0].deliver(receiver.channel, parcels[0], CONTEXT, patient(20))
     for sender, parcel in zip(ours.senders, parcels, strict=True):
         with pytest.raises(PacelineError, match="elsewhere"):
-            sender.settle(parcel, [fine, Delivery(PushReport(0, 0.0), met)])
+            sender.settle(parcel, [fine, met])
 
 
 async def test_a_delta_whose_base_is_gone_goes_whole_from_all_senders(

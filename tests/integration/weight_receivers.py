@@ -11,6 +11,7 @@ from pathlib import Path
 
 import grpc
 import numpy as np
+from whole_versions import build_manifest, push_weights
 
 from paceline.config import SecurityConfig
 from paceline.errors import Unavailable
@@ -21,20 +22,10 @@ from paceline.trajectory import VersionSet
 from paceline.v1 import weights_pb2 as pb
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER, WEIGHT_TARGET_POLICY
 from paceline.v1.trajectory_pb2 import CommandContext
-from paceline.v1.weights_pb2_grpc import WeightServiceStub
-from paceline.weights import (
-    SERVICE_NAME,
-    PushReport,
-    Spool,
-    WeightServicer,
-    add_weight_service,
-    build_manifest,
-    commit_versions,
-    push_weights,
-)
+from paceline.v1.weights_pb2_grpc import WeightServiceStub, add_WeightServiceServicer_to_server
+from paceline.weights import SERVICE_NAME, PushReport, Spool, WeightServicer, commit_versions
 from paceline.weights.chunks import chunk_span
-from paceline.weights.forward import Forward
-from paceline.weights.wire import PushChunk, encode_push
+from paceline.weights.servicer import Forward
 
 P, D = WEIGHT_TARGET_POLICY, WEIGHT_TARGET_DRAFTER
 CONTEXT = CommandContext(run_id="local", step=1, epoch=3)
@@ -126,12 +117,30 @@ def cut_chunks(
     return ((index, content[slice(*chunk_span(manifest, index))]) for index in indices)
 
 
+def push_request(
+    index: int,
+    data: memoryview | bytes,
+    context: CommandContext | None = None,
+    target: int = P,
+    version: int = 1,
+) -> pb.PushRequest:
+    """A chunk with its checksum."""
+    return pb.PushRequest(
+        target=target,
+        version=version,
+        chunk_index=index,
+        crc32=zlib.crc32(data),
+        data=bytes(data),
+        context=context,
+    )
+
+
 async def send(
     to: grpc.aio.Channel,
     given: list[NamedTensor],
     manifest: pb.Manifest,
     indices: list[int],
-    spoil: Callable[[PushChunk], PushChunk] = lambda chunk: chunk,
+    spoil: Callable[[pb.PushRequest], pb.PushRequest] = lambda chunk: chunk,
 ) -> pb.PushResponse:
     """Calls Prepare and sends handmade chunks."""
     stub = WeightServiceStub(to)
@@ -142,9 +151,8 @@ async def send(
     async def messages() -> AsyncIterator[bytes]:
         first: CommandContext | None = CONTEXT
         for index, data in cut_chunks(manifest, given, indices):
-            crc = zlib.crc32(data)
-            chunk = PushChunk(manifest.target, manifest.version, index, crc, data, first)
-            yield encode_push(spoil(chunk))
+            chunk = push_request(index, data, first, manifest.target, manifest.version)
+            yield spoil(chunk).SerializeToString()
             first = None
 
     with rpc_errors():
@@ -177,7 +185,7 @@ async def receivers(directory: Path) -> AsyncIterator[Start]:
             options["forward"] = Forward(following, spool)
         servicer = WeightServicer(spool, EpochGuard(SecurityConfig()), hooks, **options)
         server = Server(f"127.0.0.1:{port}", SecurityConfig())
-        server.add(add_weight_service, servicer, SERVICE_NAME)
+        server.add(add_WeightServiceServicer_to_server, servicer, SERVICE_NAME)
         port = await server.start()
         servers.append(server)
         channels.append(channel(f"127.0.0.1:{port}", SecurityConfig()))

@@ -22,6 +22,7 @@ from google.rpc.error_details_pb2 import RetryInfo
 from grpc_status import rpc_status
 from sglang_served import DEMO, greedy, load_oracle
 from transformers import AutoTokenizer
+from whole_versions import build_manifest, push_weights
 
 from paceline.config import SecurityConfig
 from paceline.local.patience import patient
@@ -42,7 +43,7 @@ from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
-from paceline.weights import build_manifest, commit_versions, push_weights
+from paceline.weights import commit_versions
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 

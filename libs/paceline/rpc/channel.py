@@ -11,7 +11,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import grpc
@@ -34,6 +34,9 @@ _RETRY = {
     "backoffMultiplier": 2,
     "retryableStatusCodes": ["UNAVAILABLE"],
 }
+
+
+_KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 
 def channel(address: str, security: SecurityConfig) -> grpc.aio.Channel:
@@ -139,7 +142,7 @@ def _service_config() -> str:
     return json.dumps({"methodConfig": [{"name": names, "retryPolicy": _RETRY}]})
 
 
-class _TracedChannel(grpc.aio.Channel):  # type: ignore[misc]
+class _TracedChannel:
     """A channel that adds trace and token to its calls."""
 
     def __init__(self, inner: grpc.aio.Channel, address: str, token: str) -> None:
@@ -159,26 +162,13 @@ class _TracedChannel(grpc.aio.Channel):  # type: ignore[misc]
         if self._ending:
             await asyncio.wait(tuple(self._ending), timeout=1)
 
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        return self._inner.get_state(try_to_connect)
+    def __getattr__(self, name: str) -> Any:
+        """A function of the inner channel; a function that makes calls is wrapped."""
+        found = getattr(self._inner, name)
+        return partial(self._call_of, found) if name in _KINDS else found
 
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        await self._inner.wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        await self._inner.channel_ready()
-
-    def unary_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._traced(method, self._inner.unary_unary(method, *args, **kwargs))
-
-    def unary_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._traced(method, self._inner.unary_stream(method, *args, **kwargs))
-
-    def stream_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._traced(method, self._inner.stream_unary(method, *args, **kwargs))
-
-    def stream_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._traced(method, self._inner.stream_stream(method, *args, **kwargs))
+    def _call_of(self, make: Callable[..., Any], method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._traced(method, make(method, *args, **kwargs))
 
     def _traced(self, method: str, start: Callable[..., Any]) -> Callable[..., Any]:
         if method.startswith("/grpc."):

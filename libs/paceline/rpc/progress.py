@@ -27,7 +27,6 @@ ASK_S = 2.0
 """Maximum time of an answer, seconds; a later service is reported as in trouble."""
 _LOOK_S = 10.0
 """Maximum time of an answer that ends a call: a busy service answers late."""
-_NOTHING: Mapping[str, int] = {}
 
 
 @dataclass(slots=True)
@@ -49,7 +48,7 @@ class Activity:
         """Records progress of the present activity."""
         self.moved_s = time.monotonic()
 
-    def part(self, counts: Mapping[str, int] = _NOTHING, *, trouble: str = "") -> pb.Part:
+    def part(self, counts: Mapping[str, int] | None = None, *, trouble: str = "") -> pb.Part:
         """The part in its form on the wire."""
         now_s, (ended, ended_s) = time.monotonic(), last_span()
         return pb.Part(
@@ -165,7 +164,7 @@ def chain_text(chain: Sequence[pb.Part]) -> str:
 
 
 def _link(part: pb.Part) -> str:
-    what = f"{part.doing}, {part.doing_s:.0f} s" if part.doing else ""
-    about = ", ".join(filter(None, (part.trouble, what)))
+    work = f"{part.doing}, {part.doing_s:.0f} s" if part.doing else ""
+    about = ", ".join(filter(None, (part.trouble, work)))
     verb = f" waits for {part.waits_for}" if part.waits_for else ""
     return f"{part.name}{verb}{f' ({about})' if about else ''}"

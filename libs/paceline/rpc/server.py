@@ -22,30 +22,23 @@ from paceline.errors import ConfigError
 from paceline.rpc.security import check_security, server_credentials
 from paceline.rpc.server_calls import GuardedCalls
 
-OVERALL = ""
-
 
 class Health(HealthServicer):  # type: ignore[misc]
     """Serving flags by full service name. The empty name is serving while every service is."""
 
     def __init__(self) -> None:
-        self._serving: dict[str, bool] = {}
+        self.serving: dict[str, bool] = {}
         self._changed = asyncio.Event()
         self._closed = False
 
     def set(self, name: str, serving: bool) -> None:
         """Sets one flag and wakes the watchers."""
-        self._serving[name] = serving
+        self.serving[name] = serving
         self._wake()
-
-    @property
-    def names(self) -> list[str]:
-        """The services with a flag."""
-        return [*self._serving]
 
     def close(self) -> None:
         """Sets all flags to not serving; watchers receive that and end."""
-        self._serving = dict.fromkeys(self._serving, False)
+        self.serving = dict.fromkeys(self.serving, False)
         self._closed = True
         self._wake()
 
@@ -70,12 +63,10 @@ class Health(HealthServicer):  # type: ignore[misc]
             await changed.wait()
 
     def _status(self, name: str) -> Any:
-        if name == OVERALL:
-            serving = bool(self._serving) and all(self._serving.values())
-        elif name in self._serving:
-            serving = self._serving[name]
-        else:
+        if name and name not in self.serving:
             return HealthCheckResponse.SERVICE_UNKNOWN
+        flags = [self.serving[name]] if name else self.serving.values()
+        serving = bool(flags) and all(flags)
         return HealthCheckResponse.SERVING if serving else HealthCheckResponse.NOT_SERVING
 
     def _wake(self) -> None:
@@ -160,16 +151,15 @@ class Server:
         (servicer, grpc server).
         """
         add_fn(servicer, self._server)
-        if full_service_name not in self._health.names:
-            self._health.set(full_service_name, True)
+        self._health.serving.setdefault(full_service_name, True)
 
     async def start(self) -> int:
-        """Listen; returns the port. Services whose flag nobody set serve from now on.
+        """Listens and returns the port. A service without a set flag serves from now on.
 
         Raises ConfigError when the address cannot be bound.
         """
         add_HealthServicer_to_server(self._health, self._server)
-        names = (*self._health.names, "grpc.health.v1.Health", reflection.SERVICE_NAME)
+        names = (*self._health.serving, "grpc.health.v1.Health", reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         port = self._bind()
         await self._server.start()
@@ -179,11 +169,7 @@ class Server:
         """Sets whether a service accepts calls; the overall flag (empty name) follows from all
         flags.
         """
-        if name == OVERALL:
-            for each in self._health.names:
-                self._health.set(each, serving)
-        else:
-            self._health.set(name, serving)
+        self._health.set(name, serving)
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, lets running calls finish for `grace_s` seconds, then cancels them."""

@@ -34,7 +34,7 @@ _FACTORIES = {
     (True, False): grpc.stream_unary_rpc_method_handler,
     (True, True): grpc.stream_stream_rpc_method_handler,
 }
-_HEAR_S, _HEAR_BYTES = 1.0, 64 << 20
+_DRAIN_S, _DRAIN_BYTES = 1.0, 64 << 20
 """Seconds and bytes for which the rest of a refused stream is read."""
 _Parser = Callable[[Any], Any]
 _Around = Callable[[Any], AbstractAsyncContextManager[None]]
@@ -67,7 +67,7 @@ class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         found = await continuation(call)
         if found is None:
             return None
-        around = _told if call.method.startswith(HEALTH) else partial(self._around, call)
+        around = _report_refusal if call.method.startswith(HEALTH) else partial(self._around, call)
         several = bool(found.request_streaming)
         parsed = partial(
             _all_parsed if several else _parsed,
@@ -90,7 +90,7 @@ class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             async with around(context):
                 request = parsed(raw)
                 if request_streaming:
-                    return await _heard_out(behavior(request, context), raw)
+                    return await _read_to_end(behavior(request, context), raw)
                 if context.time_remaining() is not None:
                     return await behavior(request, context)
                 return await self._capped(behavior(request, context))
@@ -123,7 +123,7 @@ class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             if not cap.expired():
                 raise
             raise errors.DeadlineExceeded(
-                "the call came without a deadline and ran into the server's own",
+                "the call has no deadline and exceeds the server's own",
                 allowed=f"{self._unary_cap_s} s",
             ) from error
 
@@ -132,7 +132,7 @@ class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         metadata = tuple(call.invocation_metadata or ())
         service, _, method = call.method.lstrip("/").partition("/")
         facts = {names.RPC_SYSTEM: "grpc", names.RPC_SERVICE: service, names.RPC_METHOD: method}
-        parent = telemetry.extract_metadata(metadata)
+        parent = telemetry.extract(dict(metadata))
         failed: Status | None = None
         title = names.rpc_span(service, method)
         with telemetry.span(title, facts, kind="server", parent=parent) as opened:
@@ -144,7 +144,7 @@ class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             except asyncio.CancelledError:
                 _record(opened, grpc.StatusCode.CANCELLED)
                 raise
-            except Exception as error:  # noqa: BLE001  the last frame of ours: it is logged or told to the caller
+            except Exception as error:  # noqa: BLE001  the last frame of ours: it is logged or returned to the caller
                 known = _known(error, call.method)
                 if known.reason in REFUSALS:
                     REFUSED.record(reason=known.reason)
@@ -159,7 +159,7 @@ class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 @asynccontextmanager
-async def _told(context: Any) -> AsyncIterator[None]:
+async def _report_refusal(context: Any) -> AsyncIterator[None]:
     """Wraps a public call without a trace; only its refusal is reported."""
     try:
         yield
@@ -198,7 +198,7 @@ async def _all_parsed(
         yield _parsed(deserialize, cap, raw)
 
 
-async def _heard_out(answer: Awaitable[Any], rest: AsyncIterator[bytes]) -> Any:
+async def _read_to_end(answer: Awaitable[Any], rest: AsyncIterator[bytes]) -> Any:
     """The answer to a stream of requests. A refusal waits a little for the rest of the stream.
 
     A status that overtakes the caller's messages can break its write. grpc.aio then reports the
@@ -208,11 +208,11 @@ async def _heard_out(answer: Awaitable[Any], rest: AsyncIterator[bytes]) -> Any:
         return await answer
     except errors.PacelineError:
         with suppress(TimeoutError):
-            async with asyncio.timeout(_HEAR_S):
-                heard = 0
+            async with asyncio.timeout(_DRAIN_S):
+                drained = 0
                 async for raw in rest:
-                    heard += len(raw)
-                    if heard > _HEAR_BYTES:
+                    drained += len(raw)
+                    if drained > _DRAIN_BYTES:
                         break
         raise
 

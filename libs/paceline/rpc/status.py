@@ -96,11 +96,11 @@ def status_of(error: PacelineError) -> Status:
     for name, value in facts.items():
         if value or (value is not None and name in ("seen", "allowed")):
             info.metadata[name] = _cut(value, _VALUE_CHARACTERS)
-    told: list[ErrorInfo | RetryInfo] = [info]
+    parts: list[ErrorInfo | RetryInfo] = [info]
     if isinstance(error, (errors.Unavailable, errors.ResourceExhausted)):
-        told.append(RetryInfo(retry_delay=_duration(error.retry_after_s)))
-    details = [Any() for _ in told]
-    for detail, one in zip(details, told, strict=True):
+        parts.append(RetryInfo(retry_delay=_duration(error.retry_after_s)))
+    details = [Any() for _ in parts]
+    for detail, one in zip(details, parts, strict=True):
         detail.Pack(one)
     return Status(
         code=code_of(error).value[0],

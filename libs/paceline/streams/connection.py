@@ -164,25 +164,24 @@ def address_of(client: redis.asyncio.Redis) -> str:
 
 
 @contextmanager
-def redis_errors(client: redis.asyncio.Redis, what: str) -> Iterator[None]:
-    """Raises errors of the Redis client as Paceline's errors; `what` names the attempted operation.
+def redis_errors(client: redis.asyncio.Redis, operation: str) -> Iterator[None]:
+    """Raises errors of the Redis client as Paceline's errors; `operation` names the attempt.
 
     Unavailable: no answer. ResourceExhausted (reason REDIS_FULL): memory or disk is full, or a
     replica refuses writes; the same call works once the condition has ended. InvalidInput: any
     other error.
     """
+    address = address_of(client)
     try:
         yield
     except OUTAGE_ERRORS as error:
-        raise Unavailable(
-            f"Redis at {address_of(client)} does not answer: {what}: {error}"
-        ) from error
+        raise Unavailable(f"Redis at {address} does not answer: {operation}: {error}") from error
     except ResponseError as error:
         if (full := _full(error)) is None:
-            raise InvalidInput(f"Redis at {address_of(client)} refused: {what}: {error}") from error
-        wrong, needed = full
+            raise InvalidInput(f"Redis at {address} refused: {operation}: {error}") from error
+        fault, needed = full
         raise ResourceExhausted(
-            f"Redis at {address_of(client)} {wrong}: {what}",
+            f"Redis at {address} {fault}: {operation}",
             reason=REDIS_FULL,
             seen=error,
             allowed=needed,

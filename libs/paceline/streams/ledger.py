@@ -13,7 +13,7 @@ from typing import Any
 
 import redis.asyncio
 
-from paceline.streams import base, connection, redis_stream, scripts
+from paceline.streams import connection, redis_stream, scripts
 from paceline.trajectory import Trajectory, tokens_hash
 
 NOTED = ("step", "task_id", "group_id", "group_size", "task_index", "sample_index")
@@ -51,8 +51,8 @@ class Ledger:
         self._undecided, self._fates, self._totals, self._steps = (
             f"{self._ledger}:{name}" for name in ("undecided", "fates", "totals", "steps")
         )
-        self._append_final = client.register_script(scripts.APPEND_FINAL)
-        self._note = client.register_script(scripts.NOTE)
+        self._append_final = client.register_script(scripts.ADD + scripts.APPEND_FINAL)
+        self._note = client.register_script(scripts.NOTE + scripts.RECORD_UNPUBLISHED)
         self._mark = client.register_script(scripts.MARK)
         self._compact = client.register_script(scripts.COMPACT)
         self._count = client.register_script(scripts.COUNT)
@@ -68,7 +68,7 @@ class Ledger:
         branch = str(trajectory.key)
         record = json.dumps({**_record(trajectory), "final": True})
         keys = [self._stream, f"{self._stream}:sizes", self._ledger, self._undecided, self._fates]
-        size = base.entry_bytes(fields, payload)
+        size = redis_stream.entry_bytes(fields, payload)
         args = [branch, record, trajectory.step, size, *redis_stream.flat(fields, payload)]
         with connection.redis_errors(self._client, f"append branch {branch}"):
             return bool(
@@ -133,12 +133,6 @@ class Ledger:
         )
         final, trained = totals.get("final", 0), totals.get("trained", 0)
         return LedgerCount(final, trained, dropped, int(still_open), int(lost), unpublished)
-
-    async def get(self, key: str) -> dict[str, Any] | None:
-        """The record of one branch; None for a branch that is not in the ledger."""
-        with connection.redis_errors(self._client, f"read branch {key}"):
-            raw = await self._client.hget(self._ledger, key)
-        return None if raw is None else json.loads(raw)
 
     async def finals(self, step: int) -> list[dict[str, Any]]:
         """Records of the final branches of one RL step, sorted by (task_index, sample_index)."""

@@ -68,27 +68,25 @@ class OpenSessions:
         self._run_id = run_id
         # mark of this process; a record with another mark was left open by an earlier process
         self._mark = writer + uuid.uuid4().hex
-        self._open = connection.run_key(run_id, "sessions:open")
-        self._lost = connection.run_key(run_id, "sessions:lost")
-        self._lost_keys = connection.run_key(run_id, "sessions:lost:keys")
-        self._lost_at = connection.run_key(run_id, "sessions:lost:at")
-        self._take: Any = None if client is None else client.register_script(scripts.TAKE_LOST)
+        names = ("open", "lost", "lost:keys", "lost:at")
+        self._open, self._lost, self._lost_keys, self._lost_at = (
+            connection.run_key(run_id, f"sessions:{name}") for name in names
+        )
+        self._ledger = connection.run_key(run_id, "ledger")
+        self._take: Any = (
+            None if client is None else client.register_script(scripts.NOTE + scripts.TAKE_LOST)
+        )
         self._waiting: dict[str, str | None] = {}  # session -> value to set; None: to remove
         self._written: set[str] = set()  # sessions that are or may be in Redis
         self._turn = asyncio.Event()  # set and replaced after every write
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    @property
-    def waiting(self) -> int:
-        """Number of sessions with an unsent last state."""
-        return len(self._waiting)
-
     def start(self) -> None:
         """Starts the writing task."""
         if self._client is not None:
             self._task = asyncio.create_task(self._run(), name="open sessions")
-            self._task.add_done_callback(_tell_failure)
+            self._task.add_done_callback(_log_failure)
 
     async def stop(self, grace_s: float) -> None:
         """Writes waiting records for up to `grace_s` seconds. Sessions still open count as lost for
@@ -96,31 +94,26 @@ class OpenSessions:
         """
         if self._task is None:
             return
-        try:
-            await self.written(grace_s)
-        except TimeoutError:
-            log.error("open sessions were not written before the stop", sessions=self.waiting)
+        if not await self.wait_written(grace_s):
+            log.error("open sessions were not written before the stop", sessions=len(self._waiting))
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
-    async def written(self, deadline_s: float) -> None:
-        """Returns when Redis has everything. Raises TimeoutError."""
-        async with asyncio.timeout(deadline_s):
-            while self._waiting:
-                await self._turn.wait()
-
-    async def recorded(self, session_id: str, deadline_s: float) -> bool:
-        """True once Redis has the last state of a session; False if that takes longer than the
-        deadline.
+    async def wait_written(self, deadline_s: float, session_id: str = "") -> bool:
+        """True once Redis has the last state of a session, "" for all sessions; False if that takes
+        longer than the deadline.
 
         A caller that answers only after this call leaves no instant in which a kill could lose the
         session silently.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(deadline_s):
-                while session_id in self._waiting:
+                while self._waits(session_id):
                     await self._turn.wait()
-        return session_id not in self._waiting
+        return not self._waits(session_id)
+
+    def _waits(self, session_id: str) -> bool:
+        return session_id in self._waiting if session_id else bool(self._waiting)
 
     def opened(self, session_id: str, record: Mapping[str, Any]) -> None:
         """Records an open session. A session with `trainable` false in its record is not kept.
@@ -154,15 +147,8 @@ class OpenSessions:
         """
         if self._take is None:
             return []
-        keys = [
-            self._open,
-            connection.run_key(self._run_id, "ledger"),
-            self._lost,
-            self._lost_keys,
-            self._lost_at,
-            connection.run_key(self._run_id, "ledger:totals"),
-            connection.run_key(self._run_id, "ledger:steps"),
-        ]
+        keys = [self._open, self._ledger, self._lost, self._lost_keys, self._lost_at]
+        keys += [f"{self._ledger}:totals", f"{self._ledger}:steps"]
         limits = [LOST_KEPT_S, LOST_KEPT, BRANCHES_LOOKED_AT]
         args = [self._mark, time.time(), *limits, self._writer]
         with connection.redis_errors(self._client, "take over lost sessions"):
@@ -180,13 +166,14 @@ class OpenSessions:
 
     def _value(self, session_id: str, record: Mapping[str, Any]) -> str:
         """Four lines, see scripts.TAKE_LOST; the JSON written here has no line breaks."""
-        told = {**record, "session_id": session_id, "opened_at_s": time.time()}
+        kept = {**record, "session_id": session_id, "opened_at_s": time.time()}
         note = {name: record[name] for name in ledger.NOTED if name in record}
         note |= {"key": str(BranchKey(self._run_id, session_id, "0")), "reward": None, "tokens": 0}
-        note |= {"final": False, "reason": LOST_REASON, "at_s": told["opened_at_s"]}
+        note |= {"final": False, "reason": LOST_REASON, "at_s": kept["opened_at_s"]}
         try:
             key_hash = record.get("api_key_hash", "")
-            value = "\n".join((self._mark, key_hash, _json(note), _json(told)))
+            texts = [json.dumps(one, allow_nan=False) for one in (note, kept)]
+            value = "\n".join((self._mark, key_hash, *texts))
         except (TypeError, ValueError) as error:
             raise InvalidInput(
                 f"the record of session {session_id} is not JSON: {error}"
@@ -242,10 +229,6 @@ class OpenSessions:
         return True
 
 
-def _json(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, allow_nan=False)
-
-
-def _tell_failure(task: asyncio.Task[None]) -> None:
+def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
         log.error("open sessions are written no more", exc_info=task.exception())

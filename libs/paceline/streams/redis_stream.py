@@ -6,6 +6,7 @@ import asyncio
 import sys
 import uuid
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 import redis.asyncio
@@ -13,7 +14,9 @@ from redis.exceptions import ResponseError
 
 from paceline.errors import ResourceExhausted
 from paceline.streams import connection, scripts
-from paceline.streams.base import DEAD_LETTERS_KEPT, Depth, Entry, entry_bytes
+
+DEAD_LETTERS_KEPT = 1000
+"""Number of dead letters kept; a new one then removes the oldest."""
 
 _PAYLOAD = b"payload"
 _NONCE_MS = 120_000
@@ -24,6 +27,22 @@ _PAGE = 16
 
 _ANSWER_S = 5.0
 """Seconds beyond its blocking time after which a read without an answer counts as an outage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One batch: header fields and one payload."""
+
+    id: str
+    fields: dict[str, str]
+    payload: bytes = field(repr=False)
+
+
+def entry_bytes(fields: Mapping[str, str], payload: bytes) -> int:
+    """Size of an entry as the byte budget counts it."""
+    return len(payload) + sum(
+        len(name.encode()) + len(value.encode()) for name, value in fields.items()
+    )
 
 
 class RedisStream:
@@ -45,35 +64,25 @@ class RedisStream:
         # The client's annotations allow text or bytes; replies here are always bytes.
         self._client: Any = client
         self._reader: Any = connection.blocking_twin(client)
-        self._key = key
+        self.key = key
         self._budget = byte_budget
         self._outage_s = connection.OUTAGE_S if outage_s is None else outage_s
         self._sizes = f"{key}:sizes"
         self._dead = f"{key}:dead"
-        self._append = client.register_script(scripts.APPEND)
-        self._ack = client.register_script(scripts.ACK)
-        self._bury = client.register_script(scripts.DEAD_LETTER)
+        self._append = client.register_script(scripts.ADD + scripts.APPEND)
+        self._ack = client.register_script(scripts.REMOVE + scripts.ACK)
+        self._bury = client.register_script(scripts.REMOVE + scripts.DEAD_LETTER)
         self._held: dict[tuple[str, str], set[str]] = {}
         self._doubtful: set[tuple[str, str]] = set()
 
-    @property
-    def name(self) -> str:
-        """Key of the stream."""
-        return self._key
-
     async def create_group(self, group: str) -> None:
         """Creates a group that reads from the first entry, if necessary before the first append."""
-        with connection.redis_errors(self._client, f"create group {group} on {self._key}"):
+        with connection.redis_errors(self._client, f"create group {group} on {self.key}"):
             try:
-                await self._client.xgroup_create(self._key, group, id="0", mkstream=True)
+                await self._client.xgroup_create(self.key, group, id="0", mkstream=True)
             except ResponseError as error:
                 if not str(error).startswith("BUSYGROUP"):
                     raise
-
-    async def append(self, fields: Mapping[str, str], payload: bytes) -> str:
-        """Appends one entry and returns its id; see append_all."""
-        (entry_id,) = await self.append_all([(fields, payload)])
-        return entry_id
 
     async def append_all(self, entries: Sequence[tuple[Mapping[str, str], bytes]]) -> list[str]:
         """Appends several entries in one transaction and returns their ids. Each is appended once,
@@ -82,23 +91,18 @@ class RedisStream:
         Raises ResourceExhausted when one entry exceeds the budget alone. After another error, some
         entries may be in the stream.
         """
-        calls = [self._append_of(fields, payload) for fields, payload in entries]
-        with connection.redis_errors(self._client, f"append to {self._key}"):
+        sizes = [entry_bytes(*entry) for entry in entries]
+        if self._budget is not None and max(sizes, default=0) > self._budget:
+            raise ResourceExhausted(
+                f"one entry exceeds the budget of {self.key}", seen=max(sizes), allowed=self._budget
+            )
+        with connection.redis_errors(self._client, f"append to {self.key}"):
             pipe = self._client.pipeline(transaction=True)
-            for keys, args in calls:
+            for size, entry in zip(sizes, entries, strict=True):
+                keys = [self.key, f"{self.key}:once:{uuid.uuid4().hex}", self._sizes]
+                args = [_NONCE_MS, self._budget or 0, size, *flat(*entry)]
                 await self._append(keys=keys, args=args, client=pipe)
             return [bytes(entry_id).decode() for entry_id in await pipe.execute()]
-
-    def _append_of(self, fields: Mapping[str, str], payload: bytes) -> tuple[list[str], list[Any]]:
-        """Keys and arguments of the script that appends."""
-        size = entry_bytes(fields, payload)
-        if self._budget is not None and size > self._budget:
-            raise ResourceExhausted(
-                f"one entry exceeds the budget of {self._key}", seen=size, allowed=self._budget
-            )
-        keys = [self._key, f"{self._key}:once:{uuid.uuid4().hex}", self._sizes]
-        head = [_NONCE_MS, self._budget or 0, size]
-        return keys, [*head, *flat(fields, payload)]
 
     async def read(self, group: str, consumer: str, count: int, block_s: float) -> list[Entry]:
         """Up to `count` entries new to the group. Waits up to `block_s` seconds for the first one,
@@ -107,7 +111,7 @@ class RedisStream:
         clock = asyncio.get_running_loop().time
         deadline, pause_s = clock() + block_s, 0.01
         away_since: float | None = None
-        with connection.redis_errors(self._client, f"read {self._key} as {group}/{consumer}"):
+        with connection.redis_errors(self._client, f"read {self.key} as {group}/{consumer}"):
             while True:
                 try:
                     return await self._read_once(group, consumer, count, deadline)
@@ -134,8 +138,8 @@ class RedisStream:
         """
         if not ids:
             return
-        with connection.redis_errors(self._client, f"acknowledge on {self._key}"):
-            await self._ack(keys=[self._key, self._sizes], args=[group, int(delete), *ids])
+        with connection.redis_errors(self._client, f"acknowledge on {self.key}"):
+            await self._ack(keys=[self.key, self._sizes], args=[group, int(delete), *ids])
         for held in self._held.values():
             held.difference_update(ids)
 
@@ -143,55 +147,19 @@ class RedisStream:
         """This consumer's delivered and unacknowledged entries, from the first on. Trimmed entries
         are acknowledged.
         """
-        with connection.redis_errors(self._client, f"re-read {self._key} as {group}/{consumer}"):
+        with connection.redis_errors(self._client, f"re-read {self.key} as {group}/{consumer}"):
             entries = await self._pending(group, consumer, frozenset(), sys.maxsize)
         self._hold(group, consumer, entries)
         return entries
-
-    async def history(self, after: str = "", count: int = 1000) -> list[Entry]:
-        """Up to `count` entries after id `after` ("" = from the first), without a group."""
-        with connection.redis_errors(self._client, f"read history of {self._key}"):
-            rows = await self._client.xrange(
-                self._key, f"({after}" if after else "-", "+", count=count
-            )
-        return entries_of(rows)
-
-    async def depth(self) -> Depth:
-        """Fill level, counted by the server."""
-        with connection.redis_errors(self._client, f"measure {self._key}"):
-            pipe = self._client.pipeline(transaction=False)
-            pipe.xlen(self._key).hmget(self._sizes, ["total", "trimmed"]).xlen(self._dead)
-            entries, (total, trimmed), dead = await pipe.execute()
-            try:
-                groups = await self._client.xinfo_groups(self._key)
-            except ResponseError as error:
-                if "no such key" not in str(error):
-                    raise
-                groups = []  # nothing was appended yet
-        return Depth(
-            entries,
-            int(total or 0),
-            sum(group["pending"] for group in groups),
-            int(trimmed or 0),
-            dead,
-        )
 
     async def dead_letter(self, group: str, entry: Entry, reason: str) -> None:
         """Moves an unusable entry to the dead letters, and acknowledges it, in one script."""
         fields = {**entry.fields, "dead_reason": reason, "dead_id": entry.id, "dead_group": group}
         args = [group, entry.id, DEAD_LETTERS_KEPT, *flat(fields, entry.payload)]
-        with connection.redis_errors(self._client, f"dead-letter on {self._key}"):
-            await self._bury(keys=[self._key, self._sizes, self._dead], args=args)
+        with connection.redis_errors(self._client, f"dead-letter on {self.key}"):
+            await self._bury(keys=[self.key, self._sizes, self._dead], args=args)
         for held in self._held.values():
             held.discard(entry.id)
-
-    async def dead_letters(self, count: int = 100) -> list[Entry]:
-        """The newest dead letters, oldest first. Field `dead_reason` has the reason, `dead_id` the
-        id of the entry.
-        """
-        with connection.redis_errors(self._client, f"read dead letters of {self._key}"):
-            rows = await self._client.xrevrange(self._dead, count=count)
-        return entries_of(rows)[::-1]
 
     async def close(self) -> None:
         """Closes the reading connections. The client stays open for its owner."""
@@ -201,9 +169,8 @@ class RedisStream:
         self, group: str, consumer: str, count: int, deadline: float
     ) -> list[Entry]:
         if (group, consumer) in self._doubtful:
-            missed = await self._pending(
-                group, consumer, self._held.get((group, consumer), set()), count
-            )
+            known = self._held.get((group, consumer), set())
+            missed = await self._pending(group, consumer, known, count)
             if missed:
                 self._hold(group, consumer, missed)
                 return missed
@@ -212,18 +179,8 @@ class RedisStream:
         left_s = deadline - asyncio.get_running_loop().time()
         block = ["BLOCK", max(1, int(left_s * 1000))] if left_s > 0 else []
         async with asyncio.timeout(max(left_s, 0) + _ANSWER_S):
-            reply = await self._reader.execute_command(
-                "XREADGROUP",
-                "GROUP",
-                group,
-                consumer,
-                "COUNT",
-                count,
-                *block,
-                "STREAMS",
-                self._key,
-                ">",
-            )
+            read = ["XREADGROUP", "GROUP", group, consumer, "COUNT", count, *block]
+            reply = await self._reader.execute_command(*read, "STREAMS", self.key, ">")
 
         entries = entries_of(reply[0][1]) if reply else []
         self._hold(group, consumer, entries)
@@ -237,7 +194,7 @@ class RedisStream:
         after = "0"
         while True:
             reply = await self._client.execute_command(
-                "XREADGROUP", "GROUP", group, consumer, "COUNT", _PAGE, "STREAMS", self._key, after
+                "XREADGROUP", "GROUP", group, consumer, "COUNT", _PAGE, "STREAMS", self.key, after
             )
             rows = reply[0][1] if reply else []
             found += [entry for entry in entries_of(rows) if entry.id not in known]
@@ -245,7 +202,7 @@ class RedisStream:
                 return found[:count]
             gone = [row[0] for row in rows if not row[1]]
             if gone:
-                await self._client.xack(self._key, group, *gone)
+                await self._client.xack(self.key, group, *gone)
             after = bytes(rows[-1][0]).decode()
 
     def _hold(self, group: str, consumer: str, entries: Sequence[Entry]) -> None:
@@ -269,8 +226,5 @@ def _entry(row: Any) -> Entry:
     raw = row[1]
     fields = dict(raw) if isinstance(raw, Mapping) else dict(zip(raw[::2], raw[1::2], strict=True))
     payload = fields.pop(_PAYLOAD, b"")
-    return Entry(
-        row[0].decode(),
-        {k.decode(): v.decode(errors="replace") for k, v in fields.items()},
-        payload,
-    )
+    texts = {k.decode(): v.decode(errors="replace") for k, v in fields.items()}
+    return Entry(row[0].decode(), texts, payload)

@@ -1,4 +1,5 @@
-"""Exports spans and log records: to an OTLP endpoint, or as lines of a local file.
+"""Exports the spans, metrics and log records of a process: to an OTLP endpoint by the standard
+OTEL_* variables, spans as lines of a local file, and metrics to the Prometheus page.
 
 No caller waits for the endpoint: records queue in OpenTelemetry's batch processor, which drops
 records beyond its capacity.
@@ -10,40 +11,183 @@ its size limit takes no more spans.
 import json
 import logging
 import math
-import sys
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import structlog
-from opentelemetry._logs import SeverityNumber
-from opentelemetry.exporter.otlp.proto.grpc._log_exporter import OTLPLogExporter
-from opentelemetry.exporter.otlp.proto.grpc.exporter import OTLPExporterMixin
+from opentelemetry.context import Context
+from opentelemetry.exporter.prometheus import PrometheusMetricReader
+from opentelemetry.metrics import NoOpMeterProvider
+from opentelemetry.sdk import metrics as sdk_metrics
 from opentelemetry.sdk._logs import LoggerProvider
 from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
+from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExportResult
-from structlog.typing import EventDict, Processor, WrappedLogger
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.trace import (
+    NonRecordingSpan,
+    NoOpTracer,
+    Span,
+    SpanContext,
+    TraceFlags,
+    get_current_span,
+)
+from prometheus_client import CollectorRegistry, generate_latest
 
+from paceline import telemetry
+from paceline.addresses import proxied
+from paceline.config import TelemetryConfig
+from paceline.errors import NotFound
 from paceline.telemetry import metrics, names
+from paceline.telemetry.log import configure_log, exporting
 
+SHUTDOWN_S = 2.0
+"""Seconds that `stop` waits for a collector, over all signals."""
 _CUT_S = 0.5
 """Seconds in which an exporter returns after its connection was closed."""
 _log = logging.getLogger("opentelemetry.exporter.paceline")
+_QUEUE_SPANS, _BATCH_SPANS, _INTERVAL_MS = 16_384, 512, 500.0
+"""Limits of the spans on their way to the file, and its interval of writing."""
 
 
-def stop_in_time(
-    stops: Sequence[Callable[[], object]],
-    exporters: Sequence[OTLPExporterMixin[Any, Any, Any, Any]],
-    limit_s: float,
-) -> None:
+class _Running:
+    """State between `start` and `stop`."""
+
+    stops: tuple[Callable[[], object], ...] = ()  # of the providers
+    exporters: tuple[Any, ...] = ()  # to an OTLP endpoint
+    registry: CollectorRegistry | None = None  # of `prometheus_page`
+
+
+def start(service: str, config: TelemetryConfig) -> None:
+    """Implements telemetry.setup."""
+    stop()
+    resource = Resource.create({"service.name": service, "process.pid": os.getpid()})
+    _start_logs(service, config, resource)
+    _start_spans(service, config, resource)
+    _start_metrics(resource)
+
+
+def stop() -> None:
+    """Implements telemetry.shutdown."""
+    stops, exporters = _Running.stops, _Running.exporters
+    _Running.stops, _Running.exporters, _Running.registry = (), (), None
+    telemetry.use_tracer(NoOpTracer())
+    metrics.use_meter(NoOpMeterProvider())
+    if exporters:
+        _stop_in_time(stops, exporters)
+    else:
+        for each in stops:
+            each()
+
+
+def prometheus_page() -> bytes:
+    """Implements telemetry.prometheus_page."""
+    if _Running.registry is None:
+        raise NotFound("this process has no metrics", allowed="a request while telemetry runs")
+    return generate_latest(_Running.registry)
+
+
+def _start_logs(service: str, config: TelemetryConfig, resource: Resource) -> None:
+    export = None
+    if exporter := _otlp_exporter("LOGS", "_log_exporter.OTLPLogExporter"):
+        provider = LoggerProvider(resource=resource, shutdown_on_exit=False)
+        provider.add_log_record_processor(BatchLogRecordProcessor(exporter))
+        _Running.stops += (provider.shutdown,)
+        export = exporting(provider)
+    configure_log(service, config.log_level, config.log_json, export)
+
+
+def _start_spans(service: str, config: TelemetryConfig, resource: Resource) -> None:
+    processors: list[SpanProcessor] = []
+    if config.spans_dir:
+        path = Path(config.spans_dir) / f"{service}-{os.getpid()}.jsonl"
+        file = SpanFileExporter(path, service)
+        processors.append(BatchSpanProcessor(file, _QUEUE_SPANS, _INTERVAL_MS, _BATCH_SPANS))
+    if exporter := _otlp_exporter("TRACES", "trace_exporter.OTLPSpanExporter"):
+        processors.append(BatchSpanProcessor(exporter))
+    if not processors:
+        telemetry.use_tracer(_TraceIds())
+        return
+    provider = TracerProvider(resource=resource, id_generator=_SystemIds())
+    for processor in (_LastSpan(), *processors):
+        provider.add_span_processor(processor)
+    _Running.stops += (provider.shutdown,)
+    telemetry.use_tracer(provider.get_tracer(metrics.SCOPE))
+
+
+def _start_metrics(resource: Resource) -> None:
+    _Running.registry = CollectorRegistry()
+    page = PrometheusMetricReader(scope_info_enabled=False, registry=_Running.registry)
+    readers: list[MetricReader] = [page]
+    # Exemplars are kept only for an endpoint: the Prometheus page cannot show them.
+    exemplars: Any = sdk_metrics.AlwaysOffExemplarFilter()
+    if exporter := _otlp_exporter("METRICS", "metric_exporter.OTLPMetricExporter"):
+        readers.append(PeriodicExportingMetricReader(exporter))
+        exemplars = None
+    provider = sdk_metrics.MeterProvider(readers, resource, exemplar_filter=exemplars)
+    _Running.stops += (provider.shutdown,)
+    metrics.use_meter(provider)
+
+
+def _otlp_exporter(signal: str, name: str) -> Any:
+    """The exporter of a signal to the endpoint in the variables; None without an endpoint."""
+    own = os.environ.get(f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT", "")
+    endpoint = own or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
+    if not endpoint:
+        return None
+    module, _, kind = name.partition(".")
+    found = import_module(f"opentelemetry.exporter.otlp.proto.grpc.{module}")
+    # A collector on this machine needs no proxy.
+    options = (("grpc.enable_http_proxy", int(proxied(endpoint))),)
+    exporter = getattr(found, kind)(channel_options=options)
+    _Running.exporters += (exporter,)
+    return exporter
+
+
+class _TraceIds(NoOpTracer):
+    """Passes on the caller's context. Without a caller, it begins a trace for log lines, errors and
+    other processes.
+    """
+
+    def start_span(
+        self, name: str, context: Context | None = None, *args: Any, **named: Any
+    ) -> Span:
+        if get_current_span(context).get_span_context().is_valid:
+            return super().start_span(name, context)
+        ids, sampled = _SystemIds(), TraceFlags(TraceFlags.SAMPLED)
+        trace_id, span_id = ids.generate_trace_id(), ids.generate_span_id()
+        return NonRecordingSpan(SpanContext(trace_id, span_id, False, sampled))
+
+
+class _LastSpan(SpanProcessor):
+    def on_end(self, span: ReadableSpan) -> None:
+        telemetry.note_end(span.name, span.end_time or time.time_ns())
+
+
+class _SystemIds(IdGenerator):
+    """Random ids from the operating system: seeding `random` for a run must not give two processes
+    the same ids.
+    """
+
+    def generate_trace_id(self) -> int:
+        return int.from_bytes(os.urandom(16)) or 1  # 0 is not a valid id
+
+    def generate_span_id(self) -> int:
+        return int.from_bytes(os.urandom(8)) or 1
+
+
+def _stop_in_time(stops: Sequence[Callable[[], object]], exporters: Sequence[Any]) -> None:
     """Calls all stops at once; each sends its queue and ends its exporter.
 
-    A failed export is not retried. Exports that take longer than `limit_s` seconds are cut off and
+    A failed export is not retried. Exports that take longer than SHUTDOWN_S seconds are cut off and
     lose their data; a warning names the endpoints.
     """
     for exporter in exporters:
@@ -51,10 +195,10 @@ def stop_in_time(
     threads = [Thread(target=stop, daemon=True) for stop in stops]
     for thread in threads:
         thread.start()
-    if _ended(threads, limit_s):
+    if _ended(threads, SHUTDOWN_S):
         return
     endpoints = ", ".join(sorted({exporter._endpoint for exporter in exporters}))
-    _log.warning("telemetry is lost: no answer from %s in %g s", endpoints, limit_s)
+    _log.warning("telemetry is lost: no answer from %s in %g s", endpoints, SHUTDOWN_S)
     for exporter in exporters:
         exporter.shutdown()
     _ended(threads, _CUT_S)
@@ -65,66 +209,6 @@ def _ended(threads: Sequence[Thread], limit_s: float) -> bool:
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
     return not any(thread.is_alive() for thread in threads)
-
-
-_SEVERITY = {"warning": "WARN", "critical": "FATAL"}
-"""OpenTelemetry's names of levels, where they differ from structlog's."""
-_SENT_ELSEWHERE = frozenset(
-    ("event", "timestamp", "level", "service", "trace_id", "span_id", "exc_info")
-)
-OWN = "opentelemetry"
-"""OpenTelemetry's own records are not exported: a record about a failed export would be exported
-next.
-"""
-
-
-def otlp_logs(resource: Resource, exporter: OTLPLogExporter) -> LoggerProvider:
-    """A provider that sends its records to the exporter."""
-    provider = LoggerProvider(resource=resource, shutdown_on_exit=False)
-    provider.add_log_record_processor(BatchLogRecordProcessor(exporter))
-    return provider
-
-
-def exporting(provider: LoggerProvider) -> Processor:
-    """Passes each record to the provider and leaves the record unchanged."""
-    logger = provider.get_logger(metrics.SCOPE)
-
-    def export(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
-        if str(event.get("source", "")).startswith(OWN):
-            return event
-        level = str(event.get("level", "info"))
-        attributes = {
-            key: value if isinstance(value, str | bool | int | float) else str(value)
-            for key, value in event.items()
-            if key not in _SENT_ELSEWHERE and not key.startswith("_")
-        }
-        logger.emit(
-            body=str(event.get("event", "")),
-            severity_text=level,
-            severity_number=_severity(level),
-            attributes=attributes,
-            exception=_exception(event.get("exc_info")),
-        )
-        return event
-
-    return export
-
-
-def _severity(level: str) -> SeverityNumber:
-    """INFO for a level of a library's own."""
-    name = _SEVERITY.get(level, level.upper())
-    return SeverityNumber.__members__.get(name, SeverityNumber.INFO)
-
-
-def _exception(info: Any) -> BaseException | None:
-    """The exception in structlog's and logging's value of `exc_info`."""
-    found = info[1] if isinstance(info, tuple) else info
-    if found and not isinstance(found, BaseException):
-        found = sys.exc_info()[1]
-    return found or None
-
-
-_QUEUE_SPANS, _BATCH_SPANS, _INTERVAL_MS = 16_384, 512, 500.0
 
 
 class SpanFileExporter(ConsoleSpanExporter):
@@ -151,16 +235,6 @@ class SpanFileExporter(ConsoleSpanExporter):
             structlog.get_logger().warning(
                 "the span file is full", file=str(self._path), dropped=self._dropped
             )
-
-
-def span_file_processor(path: Path, service: str) -> BatchSpanProcessor:
-    """A processor that appends to the file from its own thread."""
-    return BatchSpanProcessor(
-        SpanFileExporter(path, service),
-        max_queue_size=_QUEUE_SPANS,
-        max_export_batch_size=_BATCH_SPANS,
-        schedule_delay_millis=_INTERVAL_MS,
-    )
 
 
 def line_of(service: str, span: ReadableSpan) -> str:

@@ -1,12 +1,15 @@
-"""Writes structured log lines to stderr with their trace."""
+"""Writes structured log lines with their trace to stderr, and to an OTLP endpoint."""
 
 import logging
 import sys
 from typing import Any
 
 import structlog
+from opentelemetry._logs import LoggerProvider, SeverityNumber
 from opentelemetry.trace import get_current_span
-from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
+from structlog.typing import EventDict, Processor, WrappedLogger
+
+from paceline.telemetry.metrics import SCOPE
 
 _EXPORTS = (
     "opentelemetry.exporter",
@@ -14,12 +17,6 @@ _EXPORTS = (
     "opentelemetry.sdk.metrics._internal.export",
 )
 """OpenTelemetry's loggers about exports."""
-
-
-def get_logger(name: str) -> FilteringBoundLogger:
-    """A logger whose lines carry `source=name`; usable before `configure_log`."""
-    logger: FilteringBoundLogger = structlog.get_logger(source=name)
-    return logger
 
 
 def configure_log(service: str, level: str, as_json: bool, export: Processor | None = None) -> None:
@@ -97,3 +94,49 @@ def add_trace_ids(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
         event["trace_id"] = f"{context.trace_id:032x}"
         event["span_id"] = f"{context.span_id:016x}"
     return event
+
+
+_SEVERITY = {"warning": "WARN", "critical": "FATAL"}
+"""OpenTelemetry's names of levels that differ from structlog's; a library's own level is INFO."""
+_SENT_ELSEWHERE = frozenset(
+    ("event", "timestamp", "level", "service", "trace_id", "span_id", "exc_info")
+)
+OWN = "opentelemetry"
+"""OpenTelemetry's own records are not exported: a record about a failed export would be exported
+next.
+"""
+
+
+def exporting(provider: LoggerProvider) -> Processor:
+    """Passes each record to the provider and leaves the record unchanged."""
+    logger = provider.get_logger(SCOPE)
+
+    def export(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
+        if str(event.get("source", "")).startswith(OWN):
+            return event
+        level = str(event.get("level", "info"))
+        attributes = {
+            key: value if isinstance(value, str | bool | int | float) else str(value)
+            for key, value in event.items()
+            if key not in _SENT_ELSEWHERE and not key.startswith("_")
+        }
+        logger.emit(
+            body=str(event.get("event", "")),
+            severity_text=level,
+            severity_number=SeverityNumber.__members__.get(
+                _SEVERITY.get(level, level.upper()), SeverityNumber.INFO
+            ),
+            attributes=attributes,
+            exception=_exception(event.get("exc_info")),
+        )
+        return event
+
+    return export
+
+
+def _exception(info: Any) -> BaseException | None:
+    """The exception in structlog's and logging's value of `exc_info`."""
+    found = info[1] if isinstance(info, tuple) else info
+    if found and not isinstance(found, BaseException):
+        found = sys.exc_info()[1]
+    return found or None

@@ -4,18 +4,12 @@ A metric is declared once, in its service's `metrics.py`; docs/metrics.md is gen
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from opentelemetry.metrics import (
-    CallbackOptions,
-    Meter,
-    MeterProvider,
-    NoOpMeterProvider,
-    Observation,
-)
+from opentelemetry import metrics
 
 SCOPE = "paceline"
 Labels = dict[str, str | float]
@@ -43,35 +37,29 @@ class Metric(ABC):
         take(value, labels)
 
     @abstractmethod
-    def instrument(self, meter: Meter, about: dict[str, Any]) -> Callable[..., None]:
+    def instrument(self, meter: metrics.Meter, about: Mapping[str, str]) -> Callable[..., None]:
         """A function that takes a value and its labels."""
 
 
 class Counter(Metric):
     """Sum of the recorded values, which are not negative."""
 
-    def instrument(self, meter: Meter, about: dict[str, Any]) -> Callable[..., None]:
-        kept = _Kept()
-        meter.create_observable_counter(**about, callbacks=[kept.observations])
-        return kept.add
+    def instrument(self, meter: metrics.Meter, about: Mapping[str, str]) -> Callable[..., None]:
+        return _Kept(meter.create_observable_counter, about).add
 
 
 class UpDownCounter(Metric):
     """Sum of the recorded values of either sign."""
 
-    def instrument(self, meter: Meter, about: dict[str, Any]) -> Callable[..., None]:
-        kept = _Kept()
-        meter.create_observable_up_down_counter(**about, callbacks=[kept.observations])
-        return kept.add
+    def instrument(self, meter: metrics.Meter, about: Mapping[str, str]) -> Callable[..., None]:
+        return _Kept(meter.create_observable_up_down_counter, about).add
 
 
 class Gauge(Metric):
     """The value recorded last."""
 
-    def instrument(self, meter: Meter, about: dict[str, Any]) -> Callable[..., None]:
-        kept = _Kept()
-        meter.create_observable_gauge(**about, callbacks=[kept.observations])
-        return kept.set
+    def instrument(self, meter: metrics.Meter, about: Mapping[str, str]) -> Callable[..., None]:
+        return _Kept(meter.create_observable_gauge, about).set
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,7 +68,7 @@ class Histogram(Metric):
 
     boundaries: tuple[float, ...] = ()
 
-    def instrument(self, meter: Meter, about: dict[str, Any]) -> Callable[..., None]:
+    def instrument(self, meter: metrics.Meter, about: Mapping[str, str]) -> Callable[..., None]:
         bounds = self.boundaries or None
         return meter.create_histogram(**about, explicit_bucket_boundaries_advisory=bounds).record
 
@@ -90,7 +78,9 @@ class _Kept:
     counter's cost; a rollout records about thirty points per sample.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, create: Callable[..., object], about: Mapping[str, str]) -> None:
+        """`create`: the meter's function for an observable instrument."""
+        create(**about, callbacks=[self.observations])
         self._values: dict[tuple[tuple[str, str | float], ...], float] = {}
         self._lock = Lock()  # points arrive from every thread
 
@@ -104,20 +94,22 @@ class _Kept:
         with self._lock:
             self._values[key] = value
 
-    def observations(self, _: CallbackOptions) -> list[Observation]:
+    def observations(self, _: metrics.CallbackOptions) -> list[metrics.Observation]:
         """All values, for a reader."""
         with self._lock:
-            return [Observation(value, dict(labels)) for labels, value in self._values.items()]
+            return [
+                metrics.Observation(value, dict(labels)) for labels, value in self._values.items()
+            ]
 
 
 class _Meter:
     """The process's meter, which does nothing before `setup`, and its instruments."""
 
-    meter: Meter = NoOpMeterProvider().get_meter(SCOPE)
+    meter: metrics.Meter = metrics.NoOpMeterProvider().get_meter(SCOPE)
     instruments: ClassVar[dict[Metric, Callable[..., None]]] = {}
 
 
-def use_meter(provider: MeterProvider) -> None:
+def use_meter(provider: metrics.MeterProvider) -> None:
     """Records all metrics with this provider from now on."""
     _Meter.meter = provider.get_meter(SCOPE)
     _Meter.instruments = {}

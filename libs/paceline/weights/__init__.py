@@ -3,33 +3,14 @@
 The package handles bytes, not models.
 """
 
-from paceline.weights.push import (
-    PushReport,
-    abort_version,
-    commit_versions,
-    pull_weights,
-    push_weights,
-)
-from paceline.weights.reception import WeightHooks
-from paceline.weights.sender import Delivery, Parcel, WeightSender
-from paceline.weights.servicer import WeightServicer
-from paceline.weights.shares import build_manifest
-from paceline.weights.spool import Spool
-from paceline.weights.wire import SERVICE_NAME, add_weight_service
-
-__all__ = [
-    "SERVICE_NAME",
-    "Delivery",
-    "Parcel",
-    "PushReport",
-    "Spool",
-    "WeightHooks",
-    "WeightSender",
-    "WeightServicer",
-    "abort_version",
-    "add_weight_service",
-    "build_manifest",
-    "commit_versions",
-    "pull_weights",
-    "push_weights",
-]
+from paceline.weights.push import SERVICE_NAME as SERVICE_NAME
+from paceline.weights.push import PushReport as PushReport
+from paceline.weights.push import abort_version as abort_version
+from paceline.weights.push import commit_versions as commit_versions
+from paceline.weights.push import pull_weights as pull_weights
+from paceline.weights.push import push_weights as push_weights
+from paceline.weights.reception import WeightHooks as WeightHooks
+from paceline.weights.sender import Parcel as Parcel
+from paceline.weights.sender import WeightSender as WeightSender
+from paceline.weights.servicer import WeightServicer as WeightServicer
+from paceline.weights.spool import Spool as Spool

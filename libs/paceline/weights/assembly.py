@@ -10,10 +10,9 @@ from collections.abc import Callable
 
 from paceline.errors import DataLoss, InvalidInput, ResourceExhausted
 from paceline.tensors import NamedTensor
-from paceline.v1.weights_pb2 import WEIGHT_ENCODING_SPARSE_DELTA, Manifest
+from paceline.v1.weights_pb2 import WEIGHT_ENCODING_SPARSE_DELTA, Manifest, PushRequest
 from paceline.weights import chunks
 from paceline.weights.manifest import check_finite, check_manifest, version_name, views
-from paceline.weights.wire import PushChunk
 
 MOST_PARTS = 1 << 18
 """Largest number of parts of one version in incomplete chunks that do not touch each other."""
@@ -40,22 +39,13 @@ class Assembly:
         self._missing = len(self._checksums)
         self.arrived: list[int] = []  # complete chunks, in the order of their completion
         self.news = asyncio.Event()  # set when a chunk is complete
-        self.started_s: float | None = None
-        self.finished_s: float | None = None
+        self._started_s = 0.0
+        self.receive_s = 0.0  # seconds from the first chunk to the last; 0 until complete
 
     @property
     def complete(self) -> bool:
         """Whether all chunks are received and checked."""
         return not self._missing
-
-    @property
-    def receive_s(self) -> float:
-        """Seconds from the first chunk to the last; 0 until complete."""
-        return (
-            self.finished_s - self.started_s
-            if self.started_s is not None and self.finished_s is not None
-            else 0.0
-        )
 
     @property
     def is_delta(self) -> bool:
@@ -72,32 +62,33 @@ class Assembly:
         """
         return self.missing() or [len(self._checksums) - 1]
 
-    def place(self, chunk: PushChunk) -> None:
-        """Checks a chunk or part and copies it into its place. A chunk that is already complete is
-        compared with it. Bytes of an incomplete chunk replace earlier ones.
+    def place(self, chunk: PushRequest) -> int:
+        """Checks a chunk or part, copies it into its place and returns its number of bytes. A chunk
+        that is already complete is compared with it. Bytes of an incomplete chunk replace earlier
+        ones.
 
         Raises DataLoss on a wrong checksum or other bytes, InvalidInput on a wrong index or length,
         ResourceExhausted on too many parts.
         """
-        index = chunk.chunk_index
+        index, data = chunk.chunk_index, chunk.data
         start, end = chunks.chunk_span(self.manifest, index)
-        first, last = start + chunk.offset, start + chunk.offset + len(chunk.data)
+        first, last = start + chunk.offset, start + chunk.offset + len(data)
         if not first < last <= end:
             raise InvalidInput(
                 f"{self._name(chunk)} has a wrong length",
-                seen=len(chunk.data),
+                seen=len(data),
                 allowed=f"1 to {end - first}" if chunk.offset else end - start,
             )
-        if self.started_s is None:
-            self.started_s = time.monotonic()
-        self._check(chunk, zlib.crc32(chunk.data), chunk.crc32)
+        self._started_s = self._started_s or time.monotonic()
+        self._check(chunk, zlib.crc32(data), chunk.crc32)
         if self._checksums[index] is not None:
             self._check(chunk, chunk.crc32, zlib.crc32(self.buffer[first:last]))
-            return
+            return len(data)
         whole = self._add_part(index, first - start, last - start) == end - start
-        self.buffer[first:last] = chunk.data
+        self.buffer[first:last] = data
         if whole:
             self._finish_chunk(index, zlib.crc32(self.buffer[start:end]))
+        return len(data)
 
     def _add_part(self, index: int, first: int, last: int) -> int:
         """Records a part, joined with the parts that it touches; returns the number of received
@@ -124,9 +115,9 @@ class Assembly:
         self.arrived.append(index)
         self.news.set()
         if self.complete:
-            self.finished_s = time.monotonic()
+            self.receive_s = time.monotonic() - self._started_s
 
-    def _check(self, chunk: PushChunk, seen: int, allowed: int) -> None:
+    def _check(self, chunk: PushRequest, seen: int, allowed: int) -> None:
         if seen != allowed:
             raise DataLoss(
                 f"{self._name(chunk)} is corrupt", seen=f"{seen:#010x}", allowed=f"{allowed:#010x}"
@@ -140,8 +131,8 @@ class Assembly:
         allowed = manifest.delta.stream_hash if self.is_delta else manifest.content_hash
         known = (checksum for checksum in self._checksums if checksum is not None)
         if allowed and (seen := chunks.content_hash(known)) != allowed:
-            what = "delta" if self.is_delta else "content"
-            raise DataLoss(f"chunks are not the manifest's {what}", seen=seen, allowed=allowed)
+            kind = "delta" if self.is_delta else "content"
+            raise DataLoss(f"chunks are not the manifest's {kind}", seen=seen, allowed=allowed)
         if not self.is_delta:
             check_finite(self.tensors())
 
@@ -149,5 +140,5 @@ class Assembly:
         """Views of the buffer of a full push, in order."""
         return views(self.manifest, self.buffer)
 
-    def _name(self, chunk: PushChunk) -> str:
+    def _name(self, chunk: PushRequest) -> str:
         return f"chunk {chunk.chunk_index} of {version_name(self.manifest)}"

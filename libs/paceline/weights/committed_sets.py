@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import DataLoss, WeightsError
+from paceline.errors import DataLoss
 from paceline.tagged_json import from_object, to_object
 from paceline.telemetry import get_logger
 from paceline.trajectory import VersionSet
@@ -77,13 +77,9 @@ class CommittedSets:
 
     def commit(self, versions: VersionSet) -> None:
         """Makes the set the serving one. After this call returns, that also survives a loss of
-        power. Raises WeightsError when its seq does not grow.
+        power. The caller has checked that its seq grows.
         """
         serving = self.serving
-        if serving is not None and versions.seq <= serving.seq:
-            raise WeightsError(
-                "seq of a commit must grow", seen=versions.seq, allowed=f"> {serving.seq}"
-            )
         sets = [*self._sets, versions][-self._keep :]
         changes = serving is not None and serving.drafter != versions.drafter
         former = serving.drafter if serving and changes else self._former_drafter

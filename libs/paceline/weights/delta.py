@@ -14,8 +14,7 @@ More than 99 % of bf16 weights are unchanged in an RL step according to the PULS
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,8 +47,7 @@ Words = npt.NDArray[Any]
 """Elements of a tensor as unsigned integers of their size, flat."""
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedDelta:
+class EncodedDelta(NamedTuple):
     """A section of a delta, and its number of changed elements."""
 
     stream: bytes
@@ -57,19 +55,17 @@ class EncodedDelta:
     elements: int  # elements of the whole share
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
+class _Piece(NamedTuple):
     tensor: int
     first: int
     old: Words
     new: Words
 
 
-@dataclass(frozen=True, slots=True)
-class _Record:
+class _Record(NamedTuple):
     tensor: NamedTensor
     words: Words  # of the piece, in place
-    count: int
+    changed: int  # elements
     frame: memoryview
 
 
@@ -230,7 +226,7 @@ def _record(
 
 def _applied(record: _Record) -> NamedTensor:
     """Writes the changed elements of a piece and returns them."""
-    words, count, name = record.words, record.count, record.tensor.name
+    words, count, name = record.words, record.changed, record.tensor.name
     signs = -(-count // 8)
     raw = _decompressed(record.frame, count * (_GAP_BYTES + words.itemsize) + signs, name)
     planes = np.frombuffer(raw, dtype=np.uint8)
@@ -251,17 +247,17 @@ def _decompressed(frame: memoryview, nbytes: int, name: str) -> bytes:
     allocate more.
     """
     try:
-        said = zstandard.get_frame_parameters(frame).content_size
-        if said != nbytes:
-            raise _refused(f"frame of {name} has another size", said, nbytes)
+        size = zstandard.get_frame_parameters(frame).content_size
+        if size != nbytes:
+            raise _refused(f"frame of {name} has another size", size, nbytes)
         raw = zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise _refused(f"frame of {name} cannot be read", error, "a zstd frame") from error
     return raw
 
 
-def _refused(what: str, seen: object, allowed: object) -> DataLoss:
-    return DataLoss(what, reason=DELTA_DAMAGED, seen=seen, allowed=allowed)
+def _refused(fault: str, seen: object, allowed: object) -> DataLoss:
+    return DataLoss(fault, reason=DELTA_DAMAGED, seen=seen, allowed=allowed)
 
 
 DELTA_BASE = "DELTA_BASE"

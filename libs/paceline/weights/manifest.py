@@ -106,15 +106,14 @@ def _specs(layouts: Iterable[TensorLayout]) -> Iterator[TensorSpec]:
 
 def check_finite(tensors: Iterable[NamedTensor]) -> None:
     """Raises WeightsError for a tensor with NaN or infinity; no such version is served."""
-    name = first_not_finite(tensors)
-    if name is not None:
+    if name := first_not_finite(tensors):
         raise not_finite(name)
 
 
-def first_not_finite(tensors: Iterable[NamedTensor]) -> str | None:
-    """Name of the first tensor with NaN or infinity."""
-    looked = in_threads(lambda one: (one.name, is_finite(one)), tensors)
-    return next((name for name, finite in looked if not finite), None)
+def first_not_finite(tensors: Iterable[NamedTensor]) -> str:
+    """Name of the first tensor with NaN or infinity; "" without such a tensor."""
+    names = in_threads(lambda one: "" if is_finite(one) else one.name, tensors)
+    return next(filter(None, names), "")
 
 
 def not_finite(name: str) -> WeightsError:
@@ -214,13 +213,8 @@ def _check_tensors(manifest: Manifest) -> None:
 def views(manifest: Manifest, content: memoryview) -> list[NamedTensor]:
     """The tensors as views of the whole content, in order."""
     return [
-        NamedTensor(
-            spec.name,
-            spec.dtype,
-            tuple(spec.shape),
-            content[spec.offset : spec.offset + spec.nbytes],
-        )
-        for spec in manifest.tensors
+        NamedTensor(one.name, one.dtype, one.shape, content[spec.offset :][: spec.nbytes])
+        for spec, one in zip(manifest.tensors, layouts(manifest), strict=True)
     ]
 
 

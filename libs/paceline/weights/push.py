@@ -4,7 +4,7 @@ The module sets deadlines and keeps no state between calls.
 """
 
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -25,13 +25,30 @@ from paceline.v1.engine_pb2 import PAUSE_MODE_IN_PLACE
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.v1.weights_pb2_grpc import WeightServiceStub
 from paceline.weights.assembly import Assembly
-from paceline.weights.chunks import CheckedRange, allocate, mapped_file
+from paceline.weights.chunks import CheckedRange, mapped_file
 from paceline.weights.delta import DELTA_DAMAGED
 from paceline.weights.manifest import ENCODING_NAMES, version_name
-from paceline.weights.shares import cut_tensors
-from paceline.weights.wire import SERVICE_NAME, PushChunk, encode_push
+from paceline.weights.shares import Announced, cut_ranges
 
+SERVICE_NAME = "paceline.v1.WeightService"
+_DATA = b"\x7a"
+"""Tag of the field `data` of a PushRequest: number 15, length-delimited."""
 _log = get_logger(__name__)
+
+
+def encode_push(head: pb.PushRequest, data: memoryview) -> bytes:
+    """A PushRequest with the fields of `head` and the data, as protobuf bytes. The data is copied
+    once; the generated class takes fifty times as long.
+    """
+    length, left = bytearray(), len(data)
+    while left > 0x7F:
+        length.append(left & 0x7F | 0x80)
+        left >>= 7
+    length.append(left)
+    return b"".join((head.SerializeToString(), _DATA, length, data))
+
+
+Parts = Iterable[CheckedRange] | AsyncIterable[CheckedRange]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +70,7 @@ class Sending:
             response: pb.PrepareResponse = await stub.Prepare(request, timeout=self._left_s)
         return response
 
-    async def stream(
-        self, parts: Iterable[CheckedRange] | AsyncIterable[CheckedRange]
-    ) -> pb.PushResponse:
+    async def stream(self, parts: Parts) -> pb.PushResponse:
         """Sends at least one part by the network."""
         push: Any = self.channel.stream_unary(
             f"/{SERVICE_NAME}/Push", response_deserializer=pb.PushResponse.FromString
@@ -68,16 +83,15 @@ class Sending:
     def _left_s(self) -> float:
         return self.ends_s - time.monotonic()
 
-    async def _messages(
-        self, parts: Iterable[CheckedRange] | AsyncIterable[CheckedRange]
-    ) -> AsyncIterator[bytes]:
-        target, version = self.manifest.target, self.manifest.version
-        first: CommandContext | None = self.context
+    async def _messages(self, parts: Parts) -> AsyncIterator[bytes]:
+        head = pb.PushRequest(target=self.manifest.target, version=self.manifest.version)
+        head.context.CopyFrom(self.context)  # of the first message alone
         each = parts if isinstance(parts, AsyncIterable) else _in_turn(parts)
         async for start, data, crc in each:
-            index, offset = divmod(start, self.manifest.chunk_bytes)
-            yield encode_push(PushChunk(target, version, index, crc, data, first, offset))
-            first = None
+            head.chunk_index, head.offset = divmod(start, self.manifest.chunk_bytes)
+            head.crc32 = crc
+            yield encode_push(head, data)
+            head.ClearField("context")
 
 
 async def _in_turn(parts: Iterable[CheckedRange]) -> AsyncIterator[CheckedRange]:
@@ -113,11 +127,6 @@ class PushReport:
     replaced: bool = False  # receiver: other content of this version was removed
     missing: int = 0  # chunks that other senders must complete
 
-    @property
-    def transfer_s(self) -> float:
-        """Seconds from Prepare until the bytes are checked in the receiver's memory."""
-        return self.push_s - self.spool_s - self.fan_out_s
-
 
 def push_deadline_s(total_bytes: int) -> float:
     """Default deadline of a push, scaled by its bytes."""
@@ -126,21 +135,20 @@ def push_deadline_s(total_bytes: int) -> float:
 
 async def push_weights(
     channel: grpc.aio.Channel,
-    manifest: pb.Manifest,
-    tensors: Sequence[NamedTensor],
+    whole: Announced,
     context: CommandContext,
     *,
     deadline_s: float | None = None,
 ) -> PushReport:
-    """Pushes a whole version: sends the chunks that the receiver wants. Called again after a
-    failure, it sends only the remaining ones.
+    """Pushes a version that this sender holds as a whole: sends the chunks that the receiver wants.
+    Called again after a failure, it sends only the remaining chunks.
 
     Raises as push_stream, and WeightsError when chunks are missing at the end.
     """
-    cut = partial(cut_tensors, manifest, tensors)
-    report = await push_stream(channel, manifest, cut, context, deadline_s=deadline_s)
+    cut = partial(cut_ranges, whole.manifest, whole.ranges)
+    report = await push_stream(channel, whole.manifest, cut, context, deadline_s=deadline_s)
     if report.missing:
-        name = version_name(manifest)
+        name = version_name(whole.manifest)
         raise WeightsError(f"{name} misses chunks", seen=report.missing, allowed=0)
     return report
 
@@ -245,42 +253,29 @@ async def pull_weights(
     target: int,
     wanted: Callable[[pb.Manifest], bool],
     *,
+    directory: Path,
     deadline_s: float,
-    directory: Path | None = None,
 ) -> list[NamedTensor] | None:
     """The serving tensors in stream order; None unless `wanted` accepts their manifest. They are in
-    an unnamed file of the directory, or in memory.
+    an unnamed file of the directory.
 
     Raises DataLoss when the bytes do not match the manifest, InvalidInput for an unacceptable
     manifest, and the errors of the call.
     """
-
-    def allocated(nbytes: int) -> memoryview:
-        return allocate(nbytes) if directory is None else mapped_file(nbytes, directory)
-
     stub: Any = WeightServiceStub(channel)  # type: ignore[no-untyped-call]
     call = stub.Pull(pb.PullRequest(target=target), timeout=deadline_s)  # type: ignore[arg-type]
     assembly: Assembly | None = None
+    allocated = partial(mapped_file, directory=directory)
     with rpc_errors():
         async with aclosing(responses(call)) as stream:
             async for response in stream:
                 if assembly is not None:
-                    assembly.place(_chunk(response.chunk))
+                    assembly.place(response.chunk)
                 elif wanted(response.manifest):
                     assembly = Assembly(response.manifest, allocated)
                 else:
                     return None
     if assembly is None or not assembly.complete:
-        raise DataLoss("what serves did not come whole", seen="end of stream")
+        raise DataLoss("the served version arrived incomplete", seen="end of stream")
     assembly.check_content()
     return assembly.tensors()
-
-
-def _chunk(message: pb.PushRequest) -> PushChunk:
-    return PushChunk(
-        message.target,
-        message.version,
-        message.chunk_index,
-        message.crc32,
-        memoryview(message.data),
-    )

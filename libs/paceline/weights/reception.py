@@ -137,11 +137,7 @@ class Reception:
                 raise self._not_announced(part)
             if not assembly.complete:
                 missing = len(assembly.missing())
-                return pb.PushResponse(
-                    bytes_received=received,
-                    receive_s=assembly.receive_s,
-                    missing_chunks=missing,
-                )
+                return pb.PushResponse(bytes_received=received, missing_chunks=missing)
             apply_started_s = time.monotonic()
             content = await self._content(part, assembly)
             spool_started_s = time.monotonic()
@@ -161,12 +157,7 @@ class Reception:
             )
 
     async def commit(
-        self,
-        versions: VersionSet,
-        mode: int,
-        leased: Collection[int] = (),
-        *,
-        judge: bool | None = None,
+        self, versions: VersionSet, mode: int, leased: Collection[int], *, judge: bool | None = None
     ) -> None:
         """Serves a set: workers first, then versions.json. Serving the present set again has no
         effect. The set before the present one may serve again, although its seq is smaller. Raises
@@ -312,11 +303,12 @@ class Reception:
 
     def _forget_older(self, versions: VersionSet) -> None:
         """Drops versions up to the serving ones, since they can no longer be committed as new."""
-        self._loaded = {part for part in self._loaded if part[1] > part_version(versions, part[0])}
-        for part in [
-            part for part in self._receiving if part[1] <= part_version(versions, part[0])
-        ]:
-            del self._receiving[part]
+
+        def is_newer(part: Part) -> bool:
+            return part[1] > part_version(versions, part[0])
+
+        self._loaded = set(filter(is_newer, self._loaded))
+        self._receiving = {part: one for part, one in self._receiving.items() if is_newer(part)}
 
     def _not_announced(self, part: Part) -> WeightsError:
         return WeightsError(

@@ -1,24 +1,142 @@
-"""Implements WeightService: checks requests and passes them to the reception (reception.py)."""
+"""Implements WeightService: checks requests, passes them to the reception (reception.py), and sends
+versions on to the next gateway.
+"""
 
 import asyncio
+import time
 import zlib
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Collection, Coroutine
 from typing import Any, TypeVar
 
-from paceline.errors import InvalidInput
+import grpc
+
+from paceline.errors import InvalidInput, Unavailable, WeightsError
 from paceline.messages import versions_from_proto, versions_to_proto
 from paceline.rpc import EpochGuard, Track
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as engine
 from paceline.v1 import weights_pb2 as pb
+from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.v1.weights_pb2_grpc import WeightServiceServicer
-from paceline.weights import chunks, committed_sets, metrics, reception, wire
+from paceline.weights import chunks, committed_sets, metrics, push, reception
 from paceline.weights.assembly import Assembly
-from paceline.weights.forward import Forward
-from paceline.weights.manifest import ENCODING_NAMES, check_manifest, target_name
+from paceline.weights.manifest import ENCODING_NAMES, check_manifest, target_name, version_name
 from paceline.weights.spool import Spool
 
 T = TypeVar("T")
+
+
+class Forward:
+    """Sends each arriving version on to the next gateway, chunk by chunk as the chunks arrive.
+
+    Use on one event loop. A version that is already complete is sent from the spool. The push of a
+    version to a gateway ends when the next gateway has loaded it too.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, spool: Spool) -> None:
+        self._channel = channel
+        self._spool = spool
+        self._running: dict[committed_sets.Part, tuple[pb.Manifest, asyncio.Task[None]]] = {}
+
+    async def send(
+        self, context: CommandContext, manifest: pb.Manifest, assembly: Assembly | None
+    ) -> None:
+        """Sends a version while it arrives in `assembly`. Without an assembly, the version is in
+        the spool, and the call returns when the next gateway has it. Raises the receiver's errors.
+        """
+        part = (manifest.target, manifest.version)
+        running, task = self._running.get(part, (None, None))
+        if task is None or task.done() or (assembly is not None and running != manifest):
+            self._stop(part)
+            if assembly is None:
+                manifest = self._spool.manifest(*part) or manifest
+            task = asyncio.create_task(self._send(context, manifest, assembly))
+            task.add_done_callback(_retrieve)
+            self._running[part] = (manifest, task)
+        if assembly is None:
+            await self.finish(part)
+
+    async def finish(self, part: committed_sets.Part) -> None:
+        """Returns when the next gateway has the version. Raises its errors, and Unavailable when
+        another push has replaced the version.
+        """
+        if (running := self._running.get(part)) is None:
+            return
+        task = running[1]
+        await asyncio.wait([task])
+        if self._running.get(part) is running:
+            del self._running[part]
+        if task.cancelled():
+            raise Unavailable("another push replaced the version on its way", seen=part[1])
+        task.result()
+
+    async def abort(self, context: CommandContext, part: committed_sets.Part) -> None:
+        """Drops a version at the next gateway too. Raises its errors."""
+        self._stop(part)
+        await push.abort_version(self._channel, context, *part)
+
+    async def close(self) -> None:
+        """Stops all sending and closes the channel."""
+        for part in [*self._running]:
+            self._stop(part)
+        await self._channel.close()
+
+    def _stop(self, part: committed_sets.Part) -> None:
+        if (running := self._running.pop(part, None)) is not None:
+            running[1].cancel()
+
+    async def _send(
+        self, context: CommandContext, manifest: pb.Manifest, assembly: Assembly | None
+    ) -> None:
+        ends_s = time.monotonic() + push.push_deadline_s(manifest.total_bytes)
+        sending = push.Sending(self._channel, manifest, context, ends_s)
+        wanted = await sending.prepare()
+        if wanted.complete:
+            return
+        if assembly is None:
+            parts = self._stored(manifest, wanted.wanted_chunks)
+        else:
+            parts = _arriving(assembly, wanted.wanted_chunks, ends_s)
+        response = await sending.stream(parts)
+        if response.missing_chunks:
+            raise WeightsError(
+                f"{version_name(manifest)} misses chunks at the next gateway",
+                seen=response.missing_chunks,
+                allowed=0,
+            )
+
+    async def _stored(
+        self, manifest: pb.Manifest, wanted: Collection[int]
+    ) -> AsyncIterator[chunks.CheckedRange]:
+        for index in wanted:
+            data = await asyncio.to_thread(self._spool.read_chunk, manifest, index)
+            yield chunks.checked_range(chunks.chunk_span(manifest, index)[0], memoryview(data))
+
+
+async def _arriving(
+    assembly: Assembly, wanted: Collection[int], ends_s: float
+) -> AsyncIterator[chunks.CheckedRange]:
+    """The wanted chunks in the order of their arrival. Raises TimeoutError at a time of the
+    monotonic clock: gRPC does not end the reader of a call that has reached its deadline.
+    """
+    left, place = set(wanted), 0
+    while left:
+        while place == len(assembly.arrived):
+            assembly.news.clear()
+            async with asyncio.timeout(ends_s - time.monotonic()):
+                await assembly.news.wait()
+        index = assembly.arrived[place]
+        place += 1
+        if index in left:
+            left.discard(index)
+            start, end = chunks.chunk_span(assembly.manifest, index)
+            yield chunks.checked_range(start, assembly.buffer[start:end])
+
+
+def _retrieve(task: asyncio.Task[None]) -> None:
+    """Reads the error of a task; `finish` raises it."""
+    if not task.cancelled():
+        task.exception()
 
 
 class WeightServicer(WeightServiceServicer):
@@ -62,7 +180,7 @@ class WeightServicer(WeightServiceServicer):
         if manifest.target not in self._targets:
             allowed = ", ".join(target_name(target) for target in self._targets)
             raise InvalidInput(
-                "this receiver does not take that target",
+                "this receiver does not accept the target",
                 seen=target_name(manifest.target),
                 allowed=allowed,
             )
@@ -75,7 +193,7 @@ class WeightServicer(WeightServiceServicer):
             return answer
 
     async def Push(
-        self, request_iterator: AsyncIterator[wire.PushChunk], context: Any
+        self, request_iterator: AsyncIterator[pb.PushRequest], context: Any
     ) -> pb.PushResponse:
         """Receives the chunks of one version; returns when it is spooled and loaded beside the
         serving one.
@@ -83,7 +201,7 @@ class WeightServicer(WeightServiceServicer):
         with self.reception.working("receives weights"):
             return await self._push(request_iterator)
 
-    async def _push(self, request_iterator: AsyncIterator[wire.PushChunk]) -> pb.PushResponse:
+    async def _push(self, request_iterator: AsyncIterator[pb.PushRequest]) -> pb.PushResponse:
         part: committed_sets.Part | None = None
         assembly: Assembly | None = None
         received = 0
@@ -97,24 +215,25 @@ class WeightServicer(WeightServiceServicer):
                         "a push moves one version", seen=(chunk.target, chunk.version), allowed=part
                     )
                 assembly = self.reception.receiving(part, assembly)
-                assembly.place(chunk)
-                received += len(chunk.data)
+                received += assembly.place(chunk)
         finally:
             if assembly is not None:
-                _count(received, assembly)
+                manifest = assembly.manifest
+                metrics.RECEIVED_BYTES.record(
+                    received,
+                    target=target_name(manifest.target),
+                    encoding=ENCODING_NAMES[manifest.encoding],
+                )
 
         if part is None:
             raise InvalidInput("a push carries at least one chunk", seen=0, allowed=">= 1")
-        return await self._finish(part, received)
-
-    async def _finish(self, part: committed_sets.Part, received: int) -> pb.PushResponse:
         answer = await self._whole(self.reception.finish(part, received))
         if self._forward is not None and not answer.missing_chunks:
             await self._forward.finish(part)
         return answer
 
-    def _check_first(self, chunk: wire.PushChunk) -> None:
-        if chunk.context is None:
+    def _check_first(self, chunk: pb.PushRequest) -> None:
+        if not chunk.HasField("context"):
             raise InvalidInput(
                 "the first chunk of a push carries no context", seen="absent", allowed="present"
             )
@@ -198,12 +317,6 @@ class WeightServicer(WeightServiceServicer):
 
     def _prepared_versions(self, target: int) -> list[int]:
         return sorted(version for kind, version in self._spool.prepared if kind == target)
-
-
-def _count(received: int, assembly: Assembly) -> None:
-    encoding = ENCODING_NAMES[assembly.manifest.encoding]
-    target = target_name(assembly.manifest.target)
-    metrics.RECEIVED_BYTES.record(received, target=target, encoding=encoding)
 
 
 def _track_of(target: int) -> Track:

@@ -1,7 +1,7 @@
 """One sender's share of a version with its checksums, and announcements by one or several
 senders."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, starmap
 from typing import Any, NamedTuple
@@ -10,11 +10,10 @@ import numpy as np
 
 from paceline.errors import InvalidInput
 from paceline.tensors import NUMPY_CODES, NamedTensor
-from paceline.v1.engine_pb2 import WeightTarget
 from paceline.v1.weights_pb2 import WEIGHT_ENCODING_SPARSE_DELTA, Manifest, SparseDelta
 from paceline.weights import chunks
 from paceline.weights.chunks import CheckedRange
-from paceline.weights.manifest import CHUNK_BYTES, first_not_finite, not_finite, unchecked_manifest
+from paceline.weights.manifest import first_not_finite, not_finite
 
 Checked = tuple[int, int, int]
 """First byte in the stream, bytes, CRC-32."""
@@ -59,16 +58,6 @@ class Announced(NamedTuple):
 def held_whole(tensors: Sequence[NamedTensor]) -> list[HeldTensor]:
     """The tensors as held by a single sender."""
     return [HeldTensor(index, 0, one) for index, one in enumerate(tensors)]
-
-
-def cut_tensors(
-    manifest: Manifest, tensors: Sequence[NamedTensor], wanted: Iterable[int]
-) -> Iterator[CheckedRange]:
-    """The wanted chunks of a content held as a whole, read as they are cut."""
-    asked = set(wanted)
-    for start, data in _pieces_of(manifest, held_whole(tensors)):
-        if start // manifest.chunk_bytes in asked:
-            yield chunks.checked_range(start, data)
 
 
 def cut_ranges(
@@ -119,30 +108,6 @@ def _pieces(data: memoryview, start: int, chunk_bytes: int) -> Iterator[tuple[in
         at = end
 
 
-def build_manifest(
-    target: WeightTarget | int,
-    version: int,
-    tensors: Sequence[NamedTensor],
-    *,
-    chunk_bytes: int = CHUNK_BYTES,
-    lm_head_hash: str = "",
-    metadata: Mapping[str, str] | None = None,
-) -> Manifest:
-    """Manifest of a full push of `tensors` in this order. Reads every byte.
-
-    Raises WeightsError when a number is not finite.
-    """
-    manifest = unchecked_manifest(
-        target,
-        version,
-        [tensor.layout for tensor in tensors],
-        chunk_bytes=chunk_bytes,
-        lm_head_hash=lm_head_hash,
-        metadata=metadata,
-    )
-    return check_share(manifest, held_whole(tensors)).manifest
-
-
 def check_share(
     manifest: Manifest, held: Sequence[HeldTensor], senders: Senders = ALONE
 ) -> Announced:
@@ -156,9 +121,8 @@ def check_share(
     pieces = () if odd else _pieces_of(manifest, held)
     ranges = tuple(chunks.in_threads(lambda piece: chunks.checked_range(*piece), pieces))
     shares = senders.exchange([odd, _facts_of(ranges)])
-    for name, _ in shares:
-        if name is not None:
-            raise not_finite(name)
+    if name := next(filter(None, (name for name, _ in shares)), ""):
+        raise not_finite(name)
     checked = [one for _, one in shares]
     manifest.content_hash = joined_hash(checked, manifest.total_bytes, manifest.chunk_bytes)
     return Announced(manifest, tuple(held), ranges)

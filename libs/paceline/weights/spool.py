@@ -17,7 +17,7 @@ from pathlib import Path
 
 from google.protobuf import json_format
 
-from paceline.errors import DataLoss, InvalidInput, NotFound, ResourceExhausted, WeightsError
+from paceline.errors import DataLoss, NotFound, ResourceExhausted, WeightsError
 from paceline.telemetry import get_logger
 from paceline.tensors import DOCUMENTS
 from paceline.trajectory import VersionSet
@@ -50,8 +50,6 @@ class Spool:
         initial: Mapping[int, Path] | None = None,
         profile: str = "",
     ) -> None:
-        if keep < 1:
-            raise InvalidInput("a spool keeps at least one set", seen=keep, allowed=">= 1")
         self._directory = Path(directory)
         self._initial = dict(initial or {})
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -75,32 +73,30 @@ class Spool:
 
     def path(self, target: int, version: int) -> Path:
         """Directory of a version; raises NotFound when it is absent."""
-        path = self._directory / f"{manifests.target_name(target)}-{version}"
+        path = self._folder(target, version)
         if path.is_dir():
             return path
         if version == 0 and target in self._initial:
             return self._initial[target]
         here = sorted(part[1] for part in self.spooled() if part[0] == target)
-        raise NotFound(
-            f"{manifests.target_name(target)} version is not spooled", seen=version, allowed=here
-        )
+        name = manifests.target_name(target)
+        raise NotFound(f"{name} version is not spooled", seen=version, allowed=here)
 
     def has(self, target: int, version: int) -> bool:
         """Whether `path` finds the version."""
-        return (self._directory / f"{manifests.target_name(target)}-{version}").is_dir() or (
-            version == 0 and target in self._initial
-        )
+        initial = version == 0 and target in self._initial
+        return initial or self._folder(target, version).is_dir()
 
     def manifest(self, target: int, version: int) -> Manifest | None:
         """Manifest of a spooled version; None when it is absent."""
-        path = self._directory / f"{manifests.target_name(target)}-{version}"
+        path = self._folder(target, version)
         return manifests.read_manifest(path) if path.is_dir() else None
 
     def check(self, target: int, version: int) -> None:
         """Raises DataLoss when a file of a spooled version has changed, or when a version of a kept
         set is absent. A version 0 may be absent.
         """
-        path = self._directory / f"{manifests.target_name(target)}-{version}"
+        path = self._folder(target, version)
         try:
             if path.is_dir():
                 manifests.check_spooled(path)
@@ -172,27 +168,16 @@ class Spool:
         """Writes one version durably and returns its directory; the same version again replaces
         nothing.
 
-        `buffer` is the whole stream of the manifest; `wrote` is called after each part of it that
-        is on the disk. Raises InvalidInput for an invalid manifest or a buffer of another length,
-        WeightsError when a different manifest is spooled already, ResourceExhausted when the file
-        cannot be written.
+        `buffer` is the whole stream of the manifest, which is checked; `wrote` is called after each
+        part of it that is on the disk. Raises WeightsError when a different manifest is spooled
+        already, ResourceExhausted when the file cannot be written.
         """
-        manifests.check_manifest(manifest)
-        if len(buffer) != manifest.total_bytes:
-            raise InvalidInput(
-                "buffer is not the manifest's stream",
-                seen=len(buffer),
-                allowed=manifest.total_bytes,
-            )
-
-        spooled = self.manifest(manifest.target, manifest.version)
-        name = f"{manifests.target_name(manifest.target)}-{manifest.version}"
+        part = (manifest.target, manifest.version)
+        spooled, path = self.manifest(*part), self._folder(*part)
         if spooled is not None and spooled != manifest:
             raise WeightsError(
-                f"{name} is spooled with another content", seen=manifest.content_hash
+                f"{path.name} is spooled with another content", seen=manifest.content_hash
             )
-
-        path = self._directory / name
         if spooled is None:
             try:
                 with writing(path):
@@ -200,10 +185,9 @@ class Spool:
             except ResourceExhausted:
                 self._remove_leftovers()
                 raise
-            self._damaged.discard((manifest.target, manifest.version))
-
-        if not self._committed((manifest.target, manifest.version)):
-            self._prepared.add((manifest.target, manifest.version))
+            self._damaged.discard(part)
+        if not self._committed(part):
+            self._prepared.add(part)
         return path
 
     def commit(self, versions: VersionSet) -> None:
@@ -218,9 +202,8 @@ class Spool:
             self._prepared |= {one for one in parts & self.spooled() if not self._committed(one)}
         else:
             self.sets.commit(versions)
-        committed = {target: part_version(versions, target) for target in manifests.TARGET_NAMES}
         self._prepared = {
-            (target, version) for target, version in self._prepared if version > committed[target]
+            part for part in self._prepared if part[1] > part_version(versions, part[0])
         }
         self._prune()
 
@@ -258,12 +241,14 @@ class Spool:
 
     def _remove(self, part: Part) -> None:
         # The rename makes the removal atomic for readers: a version is whole or absent.
-        name = f"{manifests.TARGET_NAMES[part[0]]}-{part[1]}"
-        gone = (self._directory / name).rename(self._directory / f"{TEMPORARY}gone-{name}")
-        shutil.rmtree(gone)
+        path = self._folder(*part)
+        shutil.rmtree(path.rename(self._directory / f"{TEMPORARY}gone-{path.name}"))
 
     def _committed(self, part: Part) -> bool:
         return bool(self.sets.unknown) or self.sets.names(part)
+
+    def _folder(self, target: int, version: int) -> Path:
+        return self._directory / f"{manifests.target_name(target)}-{version}"
 
     def spooled(self) -> set[Part]:
         """Parts with a directory in the spool."""

@@ -13,7 +13,9 @@ from paceline.telemetry import get_logger
 from paceline.tensors import ACCEPTANCE, CONFIG, decode_safetensors
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER
 from paceline.v1.trajectory_pb2 import CommandContext
-from paceline.weights import PushReport, build_manifest, push, push_weights
+from paceline.weights import PushReport, push, push_weights
+from paceline.weights.manifest import unchecked_manifest
+from paceline.weights.shares import check_share, held_whole
 from paceline.whole_files import check_hashes
 
 WORTH_ANOTHER_TRY = (
@@ -32,7 +34,7 @@ async def push_drafter(
     """Prepare and Push of the candidate at `decision.path`, with its config.json beside its
     tensors.
 
-    Raises DataLoss and the errors of push_weights.
+    Raises DataLoss, WeightsError when a number is not finite, and the errors of push_weights.
     """
     folder = Path(decision.path)
     await asyncio.to_thread(check_hashes, folder)
@@ -47,15 +49,16 @@ async def push_drafter(
     shift = decision.shift
     measured = {ACCEPTANCE: shift.to_json()} if shift is not None else {}
     tensors = list(decode_safetensors(data).values())
-    manifest = build_manifest(
+    manifest = unchecked_manifest(
         WEIGHT_TARGET_DRAFTER,
         decision.drafter_version,
-        tensors,
+        [tensor.layout for tensor in tensors],
         lm_head_hash=decision.lm_head_hash,
         metadata={"speculator": decision.kind, CONFIG: config, **measured},
     )
     deadline_s = patient(push.push_deadline_s(manifest.total_bytes))
-    return await push_weights(channel, manifest, tensors, context, deadline_s=deadline_s)
+    whole = check_share(manifest, held_whole(tensors))
+    return await push_weights(channel, whole, context, deadline_s=deadline_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,7 +216,7 @@ class Agents:
             "group_id": session.group_id,
         }
         self._records.opened(session.session_id, record)
-        await self._records.recorded(session.session_id, RECORD_WAIT_S)
+        await self._records.wait_written(RECORD_WAIT_S, session.session_id)
 
     async def _expire(self) -> None:
         while True:

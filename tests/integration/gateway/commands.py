@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from whole_versions import build_manifest, push_weights
 
 from paceline.local.patience import patient
 from paceline.rpc import leased, rpc_errors
@@ -17,7 +18,7 @@ from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
-from paceline.weights import build_manifest, commit_versions, push_weights
+from paceline.weights import commit_versions
 
 Order = list[tuple[str, int, str]]
 

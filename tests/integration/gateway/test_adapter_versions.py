@@ -11,6 +11,7 @@ from integration.gateway.commands import commit, lease, until_serving, worker_ve
 from integration.gateway.test_canary import tokens
 from safetensors.torch import save
 from torch import Tensor
+from whole_versions import build_manifest, push_alone
 
 from paceline.errors import WeightsError
 from paceline.local.patience import patient
@@ -19,7 +20,7 @@ from paceline.models.loading import read_tensors
 from paceline.tensors import ADAPTERS, decode_safetensors
 from paceline.trajectory import VersionSet
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY as POLICY
-from paceline.weights import WeightSender, build_manifest
+from paceline.weights import WeightSender
 from paceline.weights.shares import check_share, held_whole
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo" / "policy_start"
@@ -60,7 +61,7 @@ async def push(
         POLICY, version, given, lm_head_hash=f"{version:016x}", metadata=document
     )
     whole = check_share(manifest, held_whole(given))
-    report = await sender.push(served.channel, whole, lease(served), deadline_s=patient(30))
+    report = await push_alone(sender, served.channel, whole, lease(served), patient(30))
     return report.encoding, report.bytes
 
 

@@ -23,6 +23,7 @@ from integration.gateway.commands import (
     workers,
 )
 from integration.gateway.conftest import Ends
+from whole_versions import build_manifest, push_weights
 
 from paceline.errors import WeightsError
 from paceline.local.patience import patient
@@ -31,7 +32,6 @@ from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
-from paceline.weights import build_manifest, push_weights
 
 POLICY, DRAFTER = pb.WEIGHT_TARGET_POLICY, pb.WEIGHT_TARGET_DRAFTER
 DEMO = Path(__file__).parents[3] / "examples" / "demo" / "policy_start"

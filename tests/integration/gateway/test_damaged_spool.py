@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from whole_versions import build_manifest, push_weights
 
 from paceline.config import SecurityConfig
 from paceline.errors import Unavailable
@@ -21,7 +22,7 @@ from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER, WEIGHT_TARGET_POLICY
 from paceline.v1.weights_pb2 import GetVersionsRequest, GetVersionsResponse
 from paceline.v1.weights_pb2_grpc import WeightServiceStub
-from paceline.weights import Spool, build_manifest, commit_versions, push_weights
+from paceline.weights import Spool, commit_versions
 
 NUMBERS = from_numpy("w", np.arange(8, dtype=np.float32))
 SERVING = VersionSet(1, 1, 1)

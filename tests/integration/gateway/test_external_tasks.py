@@ -22,10 +22,11 @@ from integration.gateway.http_agent import (
     until_running,
     user,
 )
+from watched_stream import WatchedStream, ledger_record
 
 from paceline.local.patience import patient
 from paceline.rpc.progress import ask_progress
-from paceline.streams import Ledger, RedisStream, decode_trajectory, run_key
+from paceline.streams import Ledger, decode_trajectory, run_key
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 from paceline.v1.progress_pb2 import Part
@@ -330,7 +331,7 @@ async def test_the_gateway_says_whom_its_work_waits_for(
 
 async def appended(client: redis.asyncio.Redis, run_id: str, count: int) -> list[Any]:
     """Waits for the first `count` trajectories of the stream."""
-    stream = RedisStream(client, run_key(run_id, "trajectories"))
+    stream = WatchedStream(client, run_key(run_id, "trajectories"))
     await stream.create_group("test")
     entries: list[Any] = []
     async with asyncio.timeout(patient(10)):
@@ -373,7 +374,7 @@ async def test_branches_of_claimed_sessions_land_once_under_their_step_and_group
         (group,) = {one.group_id for one in by_session[sample.session_id]}
         assert group == sample.group_id
     (unscored,) = [sample for sample in samples_of(told) if not sample.HasField("reward")]
-    record = await ledger.get(f"{unscored.session_id}/0")
+    record = await ledger_record(ledger, f"{unscored.session_id}/0")
     assert record is not None
     assert (record["reason"], record["step"]) == ("unscored", 5)
     closed = {group.group_id: group.scored_sessions for group in told[-1].finished.closed_groups}

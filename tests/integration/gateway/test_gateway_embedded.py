@@ -12,6 +12,7 @@ import pytest
 import redis.asyncio
 from integration.gateway.commands import workers
 from safetensors.torch import save
+from whole_versions import build_manifest, push_weights
 
 from paceline.errors import WeightsError
 from paceline.local.patience import patient
@@ -27,7 +28,7 @@ from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
-from paceline.weights import build_manifest, commit_versions, push_weights
+from paceline.weights import commit_versions
 
 POLICY = Path(__file__).parents[3] / "examples" / "demo" / "policy_start"
 

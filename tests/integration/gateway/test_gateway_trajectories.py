@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import redis.asyncio
 from integration.gateway.conftest import Ends
+from watched_stream import ledger_record
 
 from paceline.local.patience import patient
 from paceline.services.rollout_gateway.testing.script import scripted_logprob, scripted_rows
@@ -94,7 +95,7 @@ async def test_the_parts_of_a_mixed_reward_are_in_sample_ledger_and_stream_and_o
             assert sorted(one.reward_parts) == ["format", "math_answer"]
             assert one.reward == one.reward_parts["math_answer"] + 0.5 * one.reward_parts["format"]
             assert dict(sample.reward.parts) == one.reward_parts
-            record = await Ledger(redis_client, run_id).get(str(one.key))
+            record = await ledger_record(Ledger(redis_client, run_id), str(one.key))
             assert record is not None
             assert record["reward_parts"] == one.reward_parts
     async with serve_gateway(**keys) as served:
@@ -266,7 +267,7 @@ async def test_a_session_without_a_reward_is_never_published(
         )
         assert closed.state == rpb.SESSION_STATE_UNSCORED
     assert (await Ledger(redis_client, run_id).count()).final == 0
-    record = await Ledger(redis_client, run_id).get(f"{session}/0")
+    record = await ledger_record(Ledger(redis_client, run_id), f"{session}/0")
     assert record is not None
     assert record["reason"] == "unscored"
 

@@ -9,6 +9,7 @@ import pytest
 import redis.asyncio
 from integration.gateway.conftest import Ends
 from integration.gateway.http_agent import SLOW, Agent, loads, opened, task_run, until_running, user
+from watched_stream import ledger_record
 
 from paceline.local.patience import patient
 from paceline.services.rollout_gateway.config import GatewayConfig, SessionsConfig
@@ -137,7 +138,7 @@ async def test_a_late_sibling_and_a_failed_one_leave_notes(
         await one_turn(late, 1.0)
         assert (await late.show())["state"] == "final"
     ledger = Ledger(redis_client, run_id)
-    notes = {agent.id: await ledger.get(f"{agent.id}/0") for agent in (late, failing)}
+    notes = {agent.id: await ledger_record(ledger, f"{agent.id}/0") for agent in (late, failing)}
     assert {session: (note or {})["reason"] for session, note in notes.items()} == {
         late.id: "late",
         failing.id: "failed:infra",
@@ -154,7 +155,7 @@ async def test_a_group_without_a_reward_is_left_out_of_the_step(
             (scored,) = await finished(served, "something", 1, [0.0])
     assert closed_of(told) == [("something", 1)]
     assert set(samples_of(told)) == {scored}
-    record = await Ledger(redis_client, run_id).get(f"{unscored}/0")
+    record = await ledger_record(Ledger(redis_client, run_id), f"{unscored}/0")
     assert record is not None
     assert (record["reason"], record["step"]) == ("unscored", 7)
 
@@ -164,7 +165,7 @@ async def test_sessions_that_no_step_took_leave_a_note_when_the_gateway_stops(
 ) -> None:
     async with serve_gateway(**ONE, **redis_keys(redis_url, run_id)) as served:
         (session,) = await finished(served, "g", 1, [1.0])
-    record = await Ledger(redis_client, run_id).get(f"{session}/0")
+    record = await ledger_record(Ledger(redis_client, run_id), f"{session}/0")
     assert record is not None
     assert (record["reason"], record["final"]) == ("no_step", False)
 

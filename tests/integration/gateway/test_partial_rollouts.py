@@ -15,6 +15,7 @@ from integration.gateway.commands import commit, lease, push, release, resume, w
 from integration.gateway.conftest import Ends
 from integration.gateway.http_agent import SLOW, until_running
 from integration.gateway.test_open_traffic import redis_keys, stream_of
+from whole_versions import build_manifest, push_weights
 
 from paceline.errors import InvalidInput
 from paceline.local.patience import patient
@@ -24,7 +25,6 @@ from paceline.trajectory import Trajectory, VersionSet
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
-from paceline.weights import build_manifest, push_weights
 
 POLICY = Path(__file__).parents[3] / "examples" / "demo" / "policy_start"
 SAMPLES, TOKENS = 4, 120

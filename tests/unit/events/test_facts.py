@@ -193,7 +193,7 @@ async def test_the_trace_context_rides_in_its_own_frame(
     publisher: FactPublisher, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     traceparent = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    monkeypatch.setattr("paceline.events.inject_frame", lambda: traceparent)
+    monkeypatch.setattr("paceline.events.inject", lambda: {"traceparent": traceparent.decode()})
     with FactSubscriber(address, "run-a", Gaps().note) as subscriber:
         await _connected(publisher, subscriber)
         assert subscriber.traceparent == traceparent

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from unit.policy_trainer import publishing_ranks
 from unit.policy_trainer.publishing_ranks import PIECE
+from whole_versions import build_manifest
 
 from paceline.config import SecurityConfig
 from paceline.errors import DataLoss, ResourceExhausted
@@ -29,13 +30,8 @@ from paceline.services.policy_trainer.publish import check_same_model
 from paceline.tensors import ADAPTERS, DOCUMENTS, NamedTensor, decode_safetensors, head_hash
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY_HEAD
 from paceline.v1.weights_pb2 import Manifest
-from paceline.weights import (
-    SERVICE_NAME,
-    Spool,
-    WeightServicer,
-    add_weight_service,
-    build_manifest,
-)
+from paceline.v1.weights_pb2_grpc import add_WeightServiceServicer_to_server
+from paceline.weights import SERVICE_NAME, Spool, WeightServicer
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +161,7 @@ def spools(tmp_path: Path) -> Iterator[dict[int, tuple[Spool, str]]]:
             guard = EpochGuard(SecurityConfig())
             servicer = WeightServicer(spool, guard, Recorder(), targets=(target,))
             servers.append(Server("127.0.0.1:0", SecurityConfig()))
-            servers[-1].add(add_weight_service, servicer, SERVICE_NAME)
+            servers[-1].add(add_WeightServiceServicer_to_server, servicer, SERVICE_NAME)
             held[target] = spool, f"127.0.0.1:{await servers[-1].start()}"
         listening.set()
         await asyncio.to_thread(ended.wait, patient(120))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import redis.asyncio
+from watched_stream import WatchedStream
 
 from paceline.errors import DataLoss
 from paceline.report.html import content
@@ -22,7 +23,7 @@ from paceline.report.samples import (
 )
 from paceline.report.spans import SpanReport
 from paceline.report.summary import summarize
-from paceline.streams import LedgerCount, RedisStream, encode_trajectory, run_key
+from paceline.streams import LedgerCount, encode_trajectory, run_key
 from paceline.trajectory import BranchKey, DrawSpan, Trajectory, VersionSpan
 
 TOKENIZER = Path(__file__).parents[3] / "examples" / "demo" / "policy_start" / "tokenizer.json"
@@ -75,7 +76,7 @@ def test_samples_come_back_from_their_file_and_a_damaged_one_is_data_loss(tmp_pa
 async def test_the_newest_of_each_task_are_read_and_what_does_not_decode_is_left_out(
     redis_client: redis.asyncio.Redis, run_id: str
 ) -> None:
-    stream = RedisStream(redis_client, run_key(run_id, "trajectories"))
+    stream = WatchedStream(redis_client, run_key(run_id, "trajectories"))
     rng = random.Random(0)
     for number in range(2 * SHOWN + 4):
         ids = tuple(rng.randrange(3, 20) for _ in range(6))

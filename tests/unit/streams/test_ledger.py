@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import redis.asyncio
+from watched_stream import WatchedStream, ledger_record
 
-from paceline.streams import Ledger, LedgerCount, RedisStream, encode_trajectory, run_key
+from paceline.streams import Ledger, LedgerCount, encode_trajectory, run_key
 from paceline.trajectory import BranchKey, Trajectory, VersionSpan
 
 
@@ -17,8 +18,8 @@ def ledger(redis_client: redis.asyncio.Redis, run_id: str) -> Ledger:
 
 
 @pytest.fixture
-def stream(redis_client: redis.asyncio.Redis, run_id: str) -> RedisStream:
-    return RedisStream(redis_client, run_key(run_id, "trajectories"))
+def stream(redis_client: redis.asyncio.Redis, run_id: str) -> WatchedStream:
+    return WatchedStream(redis_client, run_key(run_id, "trajectories"))
 
 
 def _branch(run_id: str, n: int, step: int = 3) -> Trajectory:
@@ -47,14 +48,16 @@ async def _append(ledger: Ledger, run_id: str, count: int) -> list[str]:
     return [str(branch.key) for branch in branches]
 
 
-async def test_a_branch_is_appended_once(ledger: Ledger, stream: RedisStream, run_id: str) -> None:
+async def test_a_branch_is_appended_once(
+    ledger: Ledger, stream: WatchedStream, run_id: str
+) -> None:
     branch = _branch(run_id, 0)
     fields, payload = encode_trajectory(branch)
     assert await ledger.append_final(branch, fields, payload) is True
     assert await ledger.append_final(branch, fields, payload) is False
     changed = replace(branch, reward=2.0)
     assert await ledger.append_final(changed, *encode_trajectory(changed)) is False
-    record = await ledger.get(str(branch.key))
+    record = await ledger_record(ledger, str(branch.key))
     assert record is not None
     assert record["reward"] == 1.0
     assert (await stream.depth()).entries == 1
@@ -66,13 +69,13 @@ async def test_a_record_tells_how_many_branches_its_session_has(
 ) -> None:
     branch = replace(_branch(run_id, 0), branch_count=3)
     await ledger.append_final(branch, *encode_trajectory(branch))
-    record = await ledger.get(str(branch.key))
+    record = await ledger_record(ledger, str(branch.key))
     assert record is not None
     assert record["branch_count"] == 3
 
 
 async def test_a_branch_appended_again_after_training_stays_trained(
-    ledger: Ledger, stream: RedisStream, run_id: str
+    ledger: Ledger, stream: WatchedStream, run_id: str
 ) -> None:
     (key,) = await _append(ledger, run_id, 1)
     await stream.create_group("policy")
@@ -85,7 +88,7 @@ async def test_a_branch_appended_again_after_training_stays_trained(
 
 
 async def test_every_final_branch_has_one_fate(
-    ledger: Ledger, stream: RedisStream, run_id: str
+    ledger: Ledger, stream: WatchedStream, run_id: str
 ) -> None:
     keys = await _append(ledger, run_id, 6)
     await stream.create_group("policy")
@@ -116,16 +119,16 @@ async def test_a_trained_branch_is_not_open_while_its_entry_still_lies_there(
 
 async def test_an_empty_run_counts_nothing(ledger: Ledger) -> None:
     assert await ledger.count() == LedgerCount(0, 0, {}, 0, 0)
-    assert await ledger.get("s0/0") is None
+    assert await ledger_record(ledger, "s0/0") is None
     assert await ledger.finals(0) == []
 
 
 async def test_an_unpublished_branch_is_recorded_and_not_final(
-    ledger: Ledger, stream: RedisStream, run_id: str
+    ledger: Ledger, stream: WatchedStream, run_id: str
 ) -> None:
     branch = replace(_branch(run_id, 0), reward=None)
     await ledger.record_unpublished(branch, "unscored")
-    record = await ledger.get(str(branch.key))
+    record = await ledger_record(ledger, str(branch.key))
     assert record is not None
     assert (record["final"], record["reason"], record["reward"]) == (False, "unscored", None)
     assert await ledger.count() == LedgerCount(0, 0, {}, 0, 0, {"unscored": 1})
@@ -139,7 +142,7 @@ async def test_an_unpublished_branch_may_become_final_but_never_back(
     await ledger.record_unpublished(branch, "unscored")
     await ledger.append_final(branch, *encode_trajectory(branch))
     await ledger.record_unpublished(branch, "aborted")
-    record = await ledger.get(str(branch.key))
+    record = await ledger_record(ledger, str(branch.key))
     assert record is not None
     assert record["final"] is True
     assert (record["tokens"], record["trained_tokens"], record["policy_versions"]) == (3, 2, [9])
@@ -196,7 +199,7 @@ async def test_what_has_no_fate_outlives_the_compaction_of_its_step_until_it_has
 
 
 async def test_a_branch_of_a_compacted_step_never_comes_back_into_the_stream(
-    ledger: Ledger, stream: RedisStream, run_id: str
+    ledger: Ledger, stream: WatchedStream, run_id: str
 ) -> None:
     keys = await _append(ledger, run_id, 2)
     await stream.create_group("policy")

@@ -14,6 +14,7 @@ import pytest
 import redis.asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from watched_stream import ledger_record
 
 from paceline.errors import InvalidInput, Unavailable
 from paceline.local.patience import patient
@@ -76,14 +77,14 @@ async def test_what_a_killed_process_left_open_is_lost_and_told_once(
     first = process()
     first.opened("s1", {**ABOUT, "api_key_hash": api_key_hash(KEY), "trainable": True})
     first.opened("s2", ABOUT)
-    await first.written(DEADLINE_S)
+    assert await first.wait_written(DEADLINE_S)
     second = process()
     taken = {record["session_id"]: record for record in await second.take_lost()}
     assert set(taken) == {"s1", "s2"}
     assert {name: taken["s1"][name] for name in ABOUT} == ABOUT
     assert await process().take_lost() == []
 
-    note = await Ledger(redis_client, run_id).get("s1/0")
+    note = await ledger_record(Ledger(redis_client, run_id), "s1/0")
     assert note is not None
     assert (note["final"], note["reason"], note["group_id"], note["sample_index"]) == (
         False,
@@ -99,7 +100,7 @@ async def test_a_gateway_takes_over_its_own_sessions_only_unless_it_is_alone(
     for number in (0, 1):
         life = process(f"{number}/", alone=False)
         life.opened(f"s{number}", ABOUT)
-        await life.written(DEADLINE_S)
+        assert await life.wait_written(DEADLINE_S)
     (lost,) = await process("1/", alone=False).take_lost()
     assert lost["session_id"] == "s1"
     (lost,) = await process("2/").take_lost()
@@ -111,7 +112,7 @@ async def test_a_client_that_comes_back_with_its_key_is_told_what_became_of_it(
 ) -> None:
     first = process()
     first.opened("s1", {**ABOUT, "api_key_hash": api_key_hash(KEY)})
-    await first.written(DEADLINE_S)
+    assert await first.wait_written(DEADLINE_S)
     later = process()
     assert await later.lost(api_key_hash(KEY)) is None
     await later.take_lost()
@@ -130,25 +131,25 @@ async def test_ended_sessions_are_not_lost(process: Process) -> None:
     first = process()
     first.opened("s1", ABOUT)
     first.opened("s2", ABOUT)
-    await first.written(DEADLINE_S)
+    assert await first.wait_written(DEADLINE_S)
     first.ended("s1")
     first.ended("never-opened")
-    await first.written(DEADLINE_S)
+    assert await first.wait_written(DEADLINE_S)
     assert [record["session_id"] for record in await process().take_lost()] == ["s2"]
 
 
 async def test_sessions_that_are_not_trained_are_not_recorded(process: Process) -> None:
     first = process()
     first.opened("s1", {**ABOUT, "trainable": False})
-    assert first.waiting == 0
-    await first.written(DEADLINE_S)
+    assert len(first._waiting) == 0
+    assert await first.wait_written(DEADLINE_S)
     assert await process().take_lost() == []
 
 
 async def test_a_process_does_not_take_its_own_sessions(process: Process) -> None:
     first = process()
     first.opened("mine", ABOUT)
-    await first.written(DEADLINE_S)
+    assert await first.wait_written(DEADLINE_S)
     assert await first.take_lost() == []
     assert [record["session_id"] for record in await process().take_lost()] == ["mine"]
 
@@ -156,7 +157,7 @@ async def test_a_process_does_not_take_its_own_sessions(process: Process) -> Non
 async def test_an_answer_that_was_lost_on_its_way_can_be_asked_for_again(process: Process) -> None:
     first = process()
     first.opened("s1", ABOUT)
-    await first.written(DEADLINE_S)
+    assert await first.wait_written(DEADLINE_S)
     second = process()
     assert await second.take_lost() == await second.take_lost() != []
 
@@ -167,16 +168,16 @@ async def test_a_session_killed_between_its_last_branch_and_its_removal_stays_fi
 ) -> None:
     first, ledger = process(), Ledger(redis_client, run_id)
     first.opened("s1", {**ABOUT, "api_key_hash": api_key_hash(KEY)})
-    await first.written(DEADLINE_S)
+    assert await first.wait_written(DEADLINE_S)
     ended = branch(run_id, "s1", branch_id)
     await ledger.append_final(ended, *encode_trajectory(ended))
     second = process()
     assert await second.take_lost() == []
     assert await second.lost(api_key_hash(KEY)) is None
-    record = await ledger.get(f"s1/{branch_id}")
+    record = await ledger_record(ledger, f"s1/{branch_id}")
     assert record is not None
     assert record["final"] is True
-    assert (await ledger.get("s1/0") is None) == (branch_id != "0")
+    assert (await ledger_record(ledger, "s1/0") is None) == (branch_id != "0")
 
 
 async def test_a_session_that_had_ended_unscored_keeps_that_note(
@@ -184,10 +185,10 @@ async def test_a_session_that_had_ended_unscored_keeps_that_note(
 ) -> None:
     first, ledger = process(), Ledger(redis_client, run_id)
     first.opened("s1", ABOUT)
-    await first.written(DEADLINE_S)
+    assert await first.wait_written(DEADLINE_S)
     await ledger.record_unpublished(branch(run_id, "s1", reward=None), "unscored")
     assert await process().take_lost() == []
-    record = await ledger.get("s1/0")
+    record = await ledger_record(ledger, "s1/0")
     assert record is not None
     assert record["reason"] == "unscored"
 
@@ -204,7 +205,7 @@ async def test_the_lost_are_bounded_and_the_latest_are_kept(
         for number in range(2):
             name = f"s{life}-{number}"
             one.opened(name, {**ABOUT, "api_key_hash": api_key_hash(name)})
-        await one.written(DEADLINE_S)
+        assert await one.wait_written(DEADLINE_S)
         await process().take_lost()
     last = process()
     kept = [
@@ -221,7 +222,7 @@ async def test_the_lost_are_bounded_and_the_latest_are_kept(
 async def test_the_lost_expire(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
     first = process()
     first.opened("s1", {**ABOUT, "api_key_hash": api_key_hash(KEY)})
-    await first.written(DEADLINE_S)
+    assert await first.wait_written(DEADLINE_S)
     await process().take_lost()
     now = open_sessions.time.time()
     monkeypatch.setattr(open_sessions.time, "time", lambda: now + open_sessions.LOST_KEPT_S + 1)
@@ -235,7 +236,7 @@ async def test_a_session_that_is_recorded_survives_a_kill_at_once(process: Proce
     for number in range(open_sessions.BATCH):
         first.opened(f"s{number}", ABOUT)
     first.opened("late", ABOUT)
-    assert await first.recorded("late", DEADLINE_S)
+    assert await first.wait_written(DEADLINE_S, "late")
     assert "late" in {record["session_id"] for record in await process().take_lost()}
 
 
@@ -243,7 +244,7 @@ async def test_a_key_used_again_names_the_session_lost_last(process: Process) ->
     for name in ("s1", "s2"):
         life = process()
         life.opened(name, {**ABOUT, "api_key_hash": api_key_hash(KEY)})
-        await life.written(DEADLINE_S)
+        assert await life.wait_written(DEADLINE_S)
         await process().take_lost()
     found = await process().lost(api_key_hash(KEY))
     assert found is not None
@@ -257,7 +258,7 @@ async def test_text_of_any_kind_survives(process: Process) -> None:
     }
     first = process()
     first.opened("s1", record)
-    await first.written(DEADLINE_S)
+    assert await first.wait_written(DEADLINE_S)
     (taken,) = await process().take_lost()
     assert {name: taken[name] for name in record} == record
 
@@ -276,7 +277,7 @@ async def test_a_record_that_cannot_be_kept_is_refused_at_once(
     life = process()
     with pytest.raises(InvalidInput, match=message):
         life.opened("s1", record)
-    assert life.waiting == 0
+    assert len(life._waiting) == 0
 
 
 async def test_without_redis_nothing_is_kept() -> None:
@@ -285,7 +286,7 @@ async def test_without_redis_nothing_is_kept() -> None:
     life.opened("s1", ABOUT)
     life.ended("s1")
     assert (
-        life.waiting,
+        len(life._waiting),
         await life.take_lost(),
         await life.lost("x"),
     ) == (0, [], None)
@@ -300,25 +301,24 @@ async def test_an_outage_delays_records_and_loses_none(
     life.start()
     life.opened("before", ABOUT)
     life.opened("ends-in-the-outage", ABOUT)
-    await life.written(DEADLINE_S)
+    assert await life.wait_written(DEADLINE_S)
     durable_server.kill()
     life.opened("during", ABOUT)
-    assert await life.recorded("before", 0)
-    assert not await life.recorded("during", 0.01)
+    assert await life.wait_written(0, "before")
+    assert not await life.wait_written(0.01, "during")
     for number in range(1000):
         life.opened(f"short-{number}", ABOUT)
     await asyncio.sleep(0)  # a first batch is on its way
     for number in range(1000):
         life.ended(f"short-{number}")
     life.ended("ends-in-the-outage")
-    assert life.waiting <= open_sessions.BATCH + 2
+    assert len(life._waiting) <= open_sessions.BATCH + 2
     with pytest.raises(Unavailable, match="does not answer"):
         await OpenSessions(client, run_id).take_lost()
-    with pytest.raises(TimeoutError):
-        await life.written(0.01)
+    assert not await life.wait_written(0.01)
     durable_server.start_without_waiting()
-    assert await life.recorded("during", DEADLINE_S)
-    await life.written(DEADLINE_S)
+    assert await life.wait_written(DEADLINE_S, "during")
+    assert await life.wait_written(DEADLINE_S)
     again = OpenSessions(connect(durable_server.url), run_id)
     assert {record["session_id"] for record in await again.take_lost()} == {"before", "during"}
     await life.stop(1)
@@ -364,14 +364,16 @@ async def _run_model(redis_url: str, operations: list[tuple[str, int]]) -> None:
                 await ledger.append_final(ended, *encode_trajectory(ended))
                 open_now.discard(name)
             case "write":
-                await life.written(DEADLINE_S)
+                assert await life.wait_written(DEADLINE_S)
             case "kill":
                 await life.stop(DEADLINE_S)
                 life, lives = OpenSessions(client, run_id), lives + 1
                 life.start()
                 assert {record["session_id"] for record in await life.take_lost()} == open_now
                 for lost in open_now:
-                    assert (await ledger.get(f"{lost}/0") or {})["reason"] == "failed:infra"
+                    assert (await ledger_record(ledger, f"{lost}/0") or {})[
+                        "reason"
+                    ] == "failed:infra"
                 open_now = set()
     await life.stop(DEADLINE_S)
     await client.aclose()

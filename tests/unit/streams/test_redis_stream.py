@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 from redis_servers import foreign_redis
+from watched_stream import WatchedStream
 
 from paceline.errors import ConfigError, InvalidInput, Unavailable
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
-from paceline.streams import RedisStream, connect, run_key, scripts
+from paceline.streams import connect, run_key, scripts
 from paceline.streams.redis_stream import flat
 
 
@@ -24,7 +25,7 @@ async def test_a_repeated_call_is_known_as_the_same(
     must give the same answer.
     """
     name = run_key(run_id, "s")
-    script = redis_client.register_script(scripts.APPEND)
+    script = redis_client.register_script(scripts.ADD + scripts.APPEND)
     keys = [name, f"{name}:once:k", f"{name}:sizes"]
     first = await script(keys=keys, args=[60_000, 0, 1, *flat({}, b"x")])
     again = await script(keys=keys, args=[60_000, 0, 1, *flat({}, b"x")])
@@ -33,9 +34,9 @@ async def test_a_repeated_call_is_known_as_the_same(
 
 
 async def test_markers_of_appends_expire(redis_client: redis.asyncio.Redis, run_id: str) -> None:
-    stream = RedisStream(redis_client, run_key(run_id, "s"))
+    stream = WatchedStream(redis_client, run_key(run_id, "s"))
     await stream.append({}, b"x")
-    pattern = f"{stream.name}:once:*".replace("{", "\\{")
+    pattern = f"{stream.key}:once:*".replace("{", "\\{")
     (lifetime,) = [
         await redis_client.pttl(name) async for name in redis_client.scan_iter(match=pattern)
     ]
@@ -46,9 +47,9 @@ async def test_markers_of_appends_expire(redis_client: redis.asyncio.Redis, run_
 async def test_a_server_that_came_back_empty_gets_its_group_again(
     redis_client: redis.asyncio.Redis, run_id: str
 ) -> None:
-    stream = RedisStream(redis_client, run_key(run_id, "s"))
+    stream = WatchedStream(redis_client, run_key(run_id, "s"))
     await stream.create_group("g")
-    await redis_client.delete(stream.name)
+    await redis_client.delete(stream.key)
     await stream.append({"n": "1"}, b"x")
     assert [entry.fields["n"] for entry in await stream.read("g", "c", 1, 1.0)] == ["1"]
     await stream.close()
@@ -57,13 +58,13 @@ async def test_a_server_that_came_back_empty_gets_its_group_again(
 async def test_what_was_delivered_into_a_lost_connection_is_read_next(
     redis_client: redis.asyncio.Redis, run_id: str
 ) -> None:
-    stream = RedisStream(redis_client, run_key(run_id, "s"))
+    stream = WatchedStream(redis_client, run_key(run_id, "s"))
     await stream.create_group("g")
     for n in range(4):
         await stream.append({"n": str(n)}, b"x")
     (seen,) = await stream.read("g", "c", 1, 0)
     # Another connection takes two entries as the same consumer, like a read with a lost answer.
-    await redis_client.xreadgroup("g", "c", {stream.name: ">"}, count=2)
+    await redis_client.xreadgroup("g", "c", {stream.key: ">"}, count=2)
     stream._doubtful.add(("g", "c"))
     numbers = [entry.fields["n"] for _ in range(3) for entry in await stream.read("g", "c", 1, 0)]
     assert (seen.fields["n"], numbers) == ("0", ["1", "2", "3"])
@@ -75,7 +76,7 @@ async def test_a_killed_connection_does_not_end_a_blocking_read(
 ) -> None:
     with foreign_redis(tmp_path / "r") as url:
         redis_client = connect(url)
-        stream = RedisStream(redis_client, run_key(run_id, "s"))
+        stream = WatchedStream(redis_client, run_key(run_id, "s"))
         await stream.create_group("g")
         reading = asyncio.create_task(stream.read("g", "c", 1, 20.0))
         blocked: list[dict[str, str]] = []
@@ -96,7 +97,7 @@ async def test_a_killed_connection_does_not_end_a_blocking_read(
 async def test_a_server_that_stays_away_is_unavailable_within_the_outage_allowed() -> None:
     url = f"redis://:secret@127.0.0.1:{free_port()}/0"
     client = connect(url, outage_s=0.3)
-    stream = RedisStream(client, "s", outage_s=0.3)
+    stream = WatchedStream(client, "s", outage_s=0.3)
     began = time.monotonic()
     with pytest.raises(Unavailable, match=r"127\.0\.0\.1:\d+ does not answer") as caught:
         await stream.append({}, b"x")
@@ -122,7 +123,7 @@ def test_a_run_id_cannot_leave_its_keys() -> None:
 async def test_many_pending_entries_are_re_read_page_by_page(
     redis_client: redis.asyncio.Redis, run_id: str
 ) -> None:
-    stream = RedisStream(redis_client, run_key(run_id, "s"))
+    stream = WatchedStream(redis_client, run_key(run_id, "s"))
     await stream.create_group("g")
     ids = [await stream.append({"n": str(n)}, b"x") for n in range(100)]
     await stream.read("g", "c", 100, 0)
@@ -135,10 +136,10 @@ async def test_what_the_budget_pushes_out_leaves_no_size_behind(
 ) -> None:
     """Else the hash of sizes grows with every entry of a run."""
     name = run_key(run_id, "s")
-    stream = RedisStream(redis_client, name, byte_budget=1000)
+    stream = WatchedStream(redis_client, name, byte_budget=1000)
     for n in range(9):
         await stream.append({"n": str(n)}, bytes(298))
     kept = {entry.id.encode() for entry in await stream.history()}
-    assert set(await redis_client.hkeys(f"{name}:sizes")) == kept | {b"total", b"trimmed"}
+    assert set(await redis_client.hkeys(f"{name}:sizes")) == kept | {b"total"}
     assert len(kept) == 3
     await stream.close()

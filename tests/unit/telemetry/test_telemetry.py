@@ -15,7 +15,8 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from paceline import telemetry
 from paceline.config import TelemetryConfig
 from paceline.errors import NotFound
-from paceline.telemetry.exporters import SpanFileExporter, exporting
+from paceline.telemetry.exporters import SpanFileExporter
+from paceline.telemetry.log import exporting
 from paceline.telemetry.metrics import Counter, Histogram
 
 
@@ -83,12 +84,11 @@ def test_the_context_survives_every_carrier(tmp_path: Path) -> None:
     start(tmp_path)
     with telemetry.span("here"):
         trace_id = telemetry.current_trace_id()
-        carrier, frame = telemetry.inject(), telemetry.inject_frame()
+        carrier = telemetry.inject()
     contexts = {
         "fields": telemetry.extract({**carrier, "run": "local"}),
         "bytes": telemetry.extract({key: value.encode() for key, value in carrier.items()}),
-        "metadata": telemetry.extract_metadata([("authorization", "x"), *carrier.items()]),
-        "frame": telemetry.extract_frame(frame),
+        "metadata": telemetry.extract({"authorization": "x", **carrier}),
     }
     for name, context in contexts.items():
         with telemetry.span(name, parent=context):
@@ -98,22 +98,20 @@ def test_the_context_survives_every_carrier(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "frame", [b"", b"garbage", b"\xff\xfe", b"00-" + b"0" * 32 + b"-" + b"0" * 16 + b"-01"]
+    "traceparent",
+    [b"", b"garbage", b"\xff\xfe", b"00-" + b"0" * 32 + b"-" + b"0" * 16 + b"-01"],
 )
-def test_a_broken_carrier_begins_a_new_trace(tmp_path: Path, frame: bytes) -> None:
+def test_a_broken_carrier_begins_a_new_trace(tmp_path: Path, traceparent: bytes) -> None:
     start(tmp_path)
     with telemetry.span("outer"):
         outer = telemetry.current_trace_id()
-        with telemetry.span("inner", parent=telemetry.extract_frame(frame)):
+        context = telemetry.extract({"traceparent": traceparent})
+        with telemetry.span("inner", parent=context):
             assert telemetry.current_trace_id() not in ("", outer)
 
 
 def test_outside_any_span_there_is_no_trace() -> None:
-    assert (telemetry.current_trace_id(), telemetry.inject(), telemetry.inject_frame()) == (
-        "",
-        {},
-        b"",
-    )
+    assert (telemetry.current_trace_id(), telemetry.inject()) == ("", {})
 
 
 def test_ids_do_not_repeat_when_a_run_seeds_its_randomness(tmp_path: Path) -> None:
@@ -234,27 +232,32 @@ def test_metrics_are_on_the_page_in_prometheus_names_and_gone_with_the_process(
         telemetry.prometheus_page()
 
 
-def test_spans_that_nobody_reads_have_ids_for_other_processes_and_keep_nothing() -> None:
+def test_a_process_that_exports_no_spans_has_traces_and_passes_on_its_callers() -> None:
     telemetry.setup("gateway", TelemetryConfig())
-    with telemetry.span("elsewhere"):
-        carrier = telemetry.inject()
-    with telemetry.span("step", {"step": 3}, parent=telemetry.extract(carrier)) as outer:
-        with telemetry.span("inner", links=[carrier["traceparent"]]) as inner:
-            inner.set_attribute("tokens", 4)
-            carried = telemetry.inject()["traceparent"]
-        assert telemetry.last_span()[0] == "inner"
-    ids = [one.get_span_context() for one in (outer, inner)]
-    assert not outer.is_recording()
-    assert ids[0].span_id != ids[1].span_id
-    assert {f"{one.trace_id:032x}" for one in ids} == {carrier["traceparent"].split("-")[1]}
-    assert carried == f"00-{ids[1].trace_id:032x}-{ids[1].span_id:016x}-01"
+    with telemetry.span("alone") as alone:
+        own = telemetry.inject()
+        assert own["traceparent"].endswith("-01")
+        assert telemetry.current_trace_id() in own["traceparent"]
+    with telemetry.span("next"):
+        assert telemetry.current_trace_id() not in own["traceparent"]
+    for flags in ("00", "01"):
+        caller = {"traceparent": f"00-{7:032x}-{9:016x}-{flags}"}
+        with telemetry.span("step", {"step": 3}, parent=telemetry.extract(caller)) as step:
+            with telemetry.span("inner", links=[caller["traceparent"]]) as inner:
+                inner.set_attribute("tokens", 4)
+                assert telemetry.inject() == caller
+            assert telemetry.inject() == caller
+    assert not any(one.is_recording() for one in (alone, step, inner))
 
 
-def test_an_untraced_callers_trace_stays_untraced() -> None:
-    telemetry.setup("gateway", TelemetryConfig())
-    caller = f"00-{7:032x}-{9:016x}-00"
-    with telemetry.span("step", parent=telemetry.extract({"traceparent": caller})):
-        assert telemetry.inject()["traceparent"].endswith("-00")
+def test_the_last_span_is_known_while_spans_are_exported(tmp_path: Path) -> None:
+    start(tmp_path)
+    with telemetry.span("step"), telemetry.span("inner"):
+        pass
+    with telemetry.span("ProgressService.GetProgress"):
+        pass
+    name, ago_s = telemetry.last_span()
+    assert (name, ago_s < 60) == ("step", True)
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import zlib
 
 import pytest
+from whole_versions import build_manifest
 
 from paceline.errors import DataLoss, InvalidInput, ResourceExhausted
 from paceline.tensors import NamedTensor
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER
-from paceline.weights import build_manifest
+from paceline.v1.weights_pb2 import PushRequest
 from paceline.weights.assembly import Assembly
-from paceline.weights.wire import PushChunk
 
 STREAM = bytes(range(256)) * 20
 CHUNK = 4096
@@ -22,9 +22,9 @@ def assembly() -> Assembly:
     return Assembly(build_manifest(WEIGHT_TARGET_DRAFTER, 2, [tensor], chunk_bytes=CHUNK))
 
 
-def chunk(index: int, data: bytes | None = None) -> PushChunk:
+def chunk(index: int, data: bytes | None = None) -> PushRequest:
     data = STREAM[index * CHUNK : (index + 1) * CHUNK] if data is None else data
-    return PushChunk(WEIGHT_TARGET_DRAFTER, 2, index, zlib.crc32(data), memoryview(data))
+    return part(index, 0, data)
 
 
 def test_chunks_arrive_in_any_order_and_twice() -> None:
@@ -62,9 +62,9 @@ def test_complete_version_still_asks_for_a_chunk_to_finish_with() -> None:
     assert one.wanted() == [1]
 
 
-def part(index: int, offset: int, data: bytes) -> PushChunk:
+def part(index: int, offset: int, data: bytes) -> PushRequest:
     crc = zlib.crc32(data)
-    return PushChunk(WEIGHT_TARGET_DRAFTER, 2, index, crc, memoryview(data), None, offset)
+    return PushRequest(version=2, chunk_index=index, crc32=crc, data=data, offset=offset)
 
 
 def test_parts_of_a_chunk_arrive_in_any_order_and_twice() -> None:

@@ -9,15 +9,15 @@ from hashlib import sha256
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from whole_versions import announced, build_manifest
 
 from paceline.errors import InvalidInput
 from paceline.tensors import NamedTensor
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY
 from paceline.v1.weights_pb2 import WEIGHT_ENCODING_FULL, Manifest, TensorSpec
-from paceline.weights import build_manifest
 from paceline.weights.chunks import chunk_count, chunk_span
 from paceline.weights.manifest import check_manifest, whole_of
-from paceline.weights.shares import cut_tensors, delta_manifest
+from paceline.weights.shares import cut_ranges, delta_manifest
 
 CHUNK = 4096
 
@@ -34,10 +34,11 @@ def built(sizes: list[int]) -> tuple[Manifest, list[NamedTensor], bytes]:
 @given(st.lists(st.integers(0, 9000), min_size=1, max_size=6).filter(any), st.data())
 def test_chunks_are_the_stream_cut_at_multiples(sizes: list[int], data: st.DataObject) -> None:
     manifest, tensors, stream = built(sizes)
+    ranges = announced(WEIGHT_TARGET_POLICY, 1, tensors, chunk_bytes=CHUNK).ranges
     everything = range(chunk_count(manifest))
     for wanted in (set(everything), data.draw(st.sets(st.sampled_from(everything)))):
         chunks = dict.fromkeys(sorted(wanted), b"")
-        for start, part, crc in cut_tensors(manifest, tensors, wanted):
+        for start, part, crc in cut_ranges(manifest, ranges, wanted):
             index, offset = divmod(start, CHUNK)
             assert (offset, crc) == (len(chunks[index]), zlib.crc32(part))
             chunks[index] += part

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from unit.drafter_trainer.samples import HIDDEN, TARGET, VOCABULARY
+from whole_versions import build_manifest
 
 from paceline.errors import DataLoss, InvalidInput
 from paceline.services.drafter_trainer import messages as m
@@ -16,7 +17,7 @@ from paceline.services.drafter_trainer.driver import DrafterDriver
 from paceline.services.drafter_trainer.learn.heads import EMBED, read_spooled_head
 from paceline.tensors import from_numpy
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY_HEAD
-from paceline.weights import Spool, build_manifest
+from paceline.weights import Spool
 
 
 def spooled(spool: Spool, version: int, rows: int = VOCABULARY) -> Path:

@@ -7,7 +7,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from paceline.services.rollout_gateway.calls.spans import StageSpans
-from paceline.telemetry.trace import use_tracer
+from paceline.telemetry import use_tracer
 from paceline.v1 import engine_pb2 as pb
 
 STAGES = [
@@ -19,7 +19,7 @@ STAGES = [
 def test_stages_of_so_many_requests_a_second_become_spans_and_no_more() -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    use_tracer(provider)
+    use_tracer(provider.get_tracer("test"))
     now = 0.0
     spans = StageSpans(2.0, lambda: now)
     chunk = pb.TokenChunk(stages=STAGES)

@@ -13,6 +13,7 @@ import pytest
 import redis.asyncio
 from counted import counted
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from watched_stream import WatchedStream
 
 from paceline.local.patience import patient
 from paceline.services.rollout_gateway import features
@@ -82,7 +83,7 @@ async def test_sessions_that_end_together_travel_together(
         await arrived.wait()
     await sender.stop()
     assert (sent, sender.batches, sender.rows_dropped) == ([3], 3, 0)
-    stream = RedisStream(redis_client, run_key(run_id, "features"))
+    stream = WatchedStream(redis_client, run_key(run_id, "features"))
     entries = [decode_features(one.fields, one.payload) for one in await stream.history()]
     assert [one.session_id for one in entries] == ["s", "t", "u"]
     await stream.close()
