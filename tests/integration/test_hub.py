@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from hub_server import SHA, Hub, hub_of
-from huggingface_hub import constants, file_download
+from huggingface_hub import constants
 from rich.filesize import decimal
 
 from benchmarks.demo_runs import demo_folder
@@ -112,7 +112,6 @@ def test_what_the_hub_does_not_give_is_refused_by_name(
 ) -> None:
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.url)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(file_download, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     with pytest.raises(ConfigError, match=says):
         model_directory(model, print)

@@ -222,7 +222,7 @@ def init(
     ] = False,
 ) -> None:
     """Write a commented TOML of a run that trains a model."""
-    from paceline.cli.init import write_settings
+    from paceline.cli.plan import write_settings
 
     plan = write_settings(
         out,

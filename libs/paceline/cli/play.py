@@ -13,10 +13,10 @@ from rich.markup import escape
 
 from paceline.cli import command, live, report, run_files, watch
 from paceline.cli.plan import Checked, plan_run
-from paceline.cluster.order import START_AGAIN
+from paceline.cluster.keeper import START_AGAIN
 from paceline.config import ServiceConfig, load_config
 from paceline.errors import ConfigError, DataLoss, PacelineError, Unavailable
-from paceline.local import launch, owner, tokens
+from paceline.local import launch, processes, tokens
 from paceline.local.patience import patient
 from paceline.local.supervisor import Supervisor, run_launches
 from paceline.streams import LedgerCount
@@ -280,7 +280,7 @@ async def run_up(
     run = run_files.files_of(load_config(ServiceConfig, "local", settings, overrides))
     words = [word for path in files for word in ("--config", str(path))]
     again = shlex.join(["paceline", "up", *launcher.words, *words, *overrides])
-    with owner.owned(run.directory, owner.SUPERVISOR):
+    with processes.owned(run.directory, processes.SUPERVISOR):
         if run.config not in settings:
             run_files.note_settings(run, settings, overrides)
         playing = Play(run, settings, overrides, again, launcher)
@@ -299,7 +299,7 @@ async def run_demo(
     out = [] if options.out == Path("runs") else ["--out", str(options.out)]
     words = ["--resume", files.run_id, "--steps", str(options.steps), *out, *launcher.words]
     again = shlex.join(["paceline", "demo", *words])
-    with owner.owned(files.directory, owner.SUPERVISOR):
+    with processes.owned(files.directory, processes.SUPERVISOR):
         run_files.configure_run(files, options)
         playing = Play(files, [files.config], (), again, launcher)
         return await play(playing, console, as_json=as_json)

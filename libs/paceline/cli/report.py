@@ -13,7 +13,7 @@ from rich.table import Table
 from paceline.cli import access, run_files
 from paceline.config import ServiceConfig, load_config
 from paceline.errors import FailedPrecondition
-from paceline.local import owner, patience, services, supervisor
+from paceline.local import patience, processes, services, supervisor
 from paceline.local.redis import launcher, resolved
 from paceline.report import audit, html, journal
 from paceline.report.charts import duration
@@ -131,7 +131,7 @@ async def _read(config: ServiceConfig, files: run_files.RunFiles) -> LedgerCount
         return await collect(config, files)
     with ExitStack() as stack:
         try:
-            stack.enter_context(owner.owned(files.directory, owner.SUPERVISOR))
+            stack.enter_context(processes.owned(files.directory, processes.SUPERVISOR))
         except FailedPrecondition:
             return await collect(config, files)  # the run is active
         words = ["--config", str(files.config)]
@@ -149,7 +149,7 @@ def _serves(config: ServiceConfig) -> bool:
     if ours is None:
         return True  # an external server
     try:
-        with owner.owned(ours.directory.parent, ours.directory.name):
+        with processes.owned(ours.directory.parent, ours.directory.name):
             return False
     except FailedPrecondition:
         return True

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cluster.joined import joined
-from paceline.cluster.keeper import DESERTED_S, PoolKeeper, travelling
-from paceline.cluster.kept import KeptPool
+from paceline.cluster.keeper import DESERTED_S, KeptPool, PoolKeeper, PoolOrder, travelling
 from paceline.cluster.nodes import GPU, Pool, addresses, check_room, compare, look, require_ways
-from paceline.cluster.order import PoolOrder
 from paceline.config import ServiceConfig, load_config
 from paceline.errors import ConfigError, DeadlineExceeded, FailedPrecondition
 from paceline.local.launch import ChildEvent, Launch, Supervised

@@ -13,8 +13,13 @@ from paceline.addresses import spelled
 from paceline.cluster.keeper import node_address
 from paceline.config import AddressesConfig, ServiceConfig
 from paceline.errors import ConfigError
-from paceline.local.run_settings import gpu_settings, settings_of_run
-from paceline.local.services import GATEWAY, gateway_name, services_of
+from paceline.local.services import (
+    GATEWAY,
+    gateway_name,
+    gpu_settings,
+    services_of,
+    settings_of_run,
+)
 from paceline.report.machine import versions
 from paceline.rpc.security import check_events, check_security
 

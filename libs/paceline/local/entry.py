@@ -15,7 +15,7 @@ from rich.console import Console
 from paceline import telemetry
 from paceline.config import ServiceConfig, load_config, print_config
 from paceline.errors import ConfigError, PacelineError, ResourceExhausted, RunFailed
-from paceline.local import checks, hung, owner, ports, processes, redis, services, tokens
+from paceline.local import checks, news, ports, processes, redis, services, tokens
 from paceline.rpc import set_malloc_thresholds
 
 _STATUSES = {
@@ -116,7 +116,7 @@ def _run(
     config, process = redis.resolved(config), name
     if numbered and (number := getattr(arguments, name)):
         config, process = numbered(config, number), f"{name}-{number}"
-    with owner.owned(Path(config.run.dir), process):
+    with processes.owned(Path(config.run.dir), process):
         spec = services.service(name)
         for key in (spec.address_key, *spec.more_address_keys):
             ports.require_free(getattr(config.addresses, key), f"addresses.{key}")
@@ -147,7 +147,7 @@ async def _serve_until_signal(config: C, serve: Serve[C]) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _stop, number, received, stop)
-    turning = asyncio.create_task(hung.tell_turns(config.run.hung_s))
+    turning = asyncio.create_task(news.report_turns(config.run.hung_s))
     try:
         await serve(config, stop)
     finally:

@@ -11,7 +11,6 @@ from pathlib import Path
 from paceline.errors import ConfigError, PacelineError, RunFailed, Unavailable
 from paceline.local import checks, news, patience, processes
 from paceline.local.child import LIMIT_S, Child
-from paceline.local.hung import HUNG_S, Turns
 from paceline.local.launch import ChildEvent, EventKind, Launch, RestartPolicy, Supervised
 
 _LOOK_S = 1.0
@@ -32,7 +31,7 @@ class KeptService:
         health_s: float,
         needs: Sequence[Supervised] = (),
         heartbeat_s: float = LIMIT_S,
-        hung_s: float = HUNG_S,
+        hung_s: float = news.HUNG_S,
     ) -> None:
         """Creates the service without starting it.
 
@@ -72,7 +71,7 @@ class KeptService:
                 await self._keep_running()
             else:
                 await self._become_healthy()
-                await self._ping(Turns(0))
+                await self._ping(news.Turns(0))
         except Unavailable as failure:
             if not self.launch.optional or failure.reason == ConfigError.reason:
                 raise
@@ -115,7 +114,7 @@ class KeptService:
                 *self.launch.command,
                 log=self.log,
                 stop_s=self._heartbeat_s,
-                environment={**self.launch.environment, news.VARIABLE: str(writing)},
+                environment={**self.launch.environment, processes.NEWS_VARIABLE: str(writing)},
                 stdin=asyncio.subprocess.DEVNULL if listening is None else listening.fileno(),
                 pass_fds=(writing,),
             )
@@ -123,7 +122,7 @@ class KeptService:
 
     async def _live(self, child: Child, pipe: int) -> int:
         """Waits for health, then for the end. Returns the exit status."""
-        turns = Turns(self._hung_s)
+        turns = news.Turns(self._hung_s)
         health = asyncio.create_task(self._become_healthy())
         hung = asyncio.create_task(turns.end())
         work = (self._read_news(pipe, turns), self._ping(turns))
@@ -143,7 +142,7 @@ class KeptService:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _read_news(self, pipe: int, turns: Turns) -> None:
+    async def _read_news(self, pipe: int, turns: news.Turns) -> None:
         async with aclosing(news.heard(pipe)) as lines:
             async for kind, what in lines:
                 if kind == news.TURN:
@@ -151,7 +150,7 @@ class KeptService:
                 else:
                     self._report(kind, what)
 
-    async def _ping(self, turns: Turns) -> None:
+    async def _ping(self, turns: news.Turns) -> None:
         """Pings a server that reports no turns, and reports its outages; never returns.
 
         A start has its own check. An external server is never killed.

@@ -14,11 +14,11 @@ from typing import Any
 
 from paceline.config import ServiceConfig
 from paceline.errors import DeadlineExceeded, FailedPrecondition
-from paceline.local import foreign_redis, forking, hung, kept
+from paceline.local import forking, kept, news
 from paceline.local.child import LIMIT_S
 from paceline.local.launch import ChildEvent, Keep, Launch, RestartPolicy, Supervised
 from paceline.local.ports import require_free
-from paceline.local.redis import Role, launcher, resolved, wait_redis
+from paceline.local.redis import Role, check_durable, launcher, resolved, wait_redis
 from paceline.local.services import REDIS, ServiceSpec, services_of
 from paceline.rpc import wait_healthy
 
@@ -38,7 +38,7 @@ class Supervisor:
         policy: RestartPolicy | None = None,
         health_s: float = 120.0,
         heartbeat_s: float = LIMIT_S,
-        hung_s: float = hung.HUNG_S,
+        hung_s: float = news.HUNG_S,
         keep: Keep | None = None,
     ) -> None:
         """`launches`: each after its dependencies. `heartbeat_s` and `hung_s`: as in the run
@@ -244,7 +244,7 @@ def _redis_launch(
             await wait_redis(url, deadline_s)  # it may have to load its data
             return ""
         await wait_redis(url, min(deadline_s, EXTERNAL_REDIS_S))  # an external server is up or not
-        return await foreign_redis.check_durable(url) if role == "durable" else ""
+        return await check_durable(url) if role == "durable" else ""
 
     async def ping(deadline_s: float) -> None:
         await wait_redis(url, deadline_s)

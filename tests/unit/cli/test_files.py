@@ -16,8 +16,8 @@ from redis_servers import RedisServer
 from typer.testing import CliRunner
 
 from benchmarks.demo_runs import demo_folder
-from paceline.cli.init import write_settings
 from paceline.cli.main import app
+from paceline.cli.plan import write_settings
 from paceline.config import load_config
 from paceline.config.load import read_tables, write_tables
 from paceline.errors import ConfigError
