@@ -68,7 +68,12 @@ def plan_run(
     leased = coordinator.learner_slots or slots
     ranks = _policy_ranks(policy.ranks, leased, leased if elsewhere and on_gpus else len(gpus))
     _check_slots(found, ranks, slots, len(gpus))
-    _check_profiles(gateway.engine, coordinator.profiles)
+    if coordinator.profiles and gateway.engine.kind == "sglang":
+        raise ConfigError(
+            "SGLang keeps the profile that it was started with; unset coordinator.profiles",
+            seen="gateway.engine.kind=sglang",
+            allowed="embedded",
+        )
     _check_correction(gateway, policy, coordinator.profiles)
     start_s = max(gateway.engine.ready_deadline_s, policy.start_deadline_s)
     lines = [check_memory(found, ranks, gpus)]
@@ -126,11 +131,8 @@ def _derived(found: Mapping[str, Any], ranks: int) -> list[str]:
     Raises ConfigError if the gateway writes no trajectories, or if the trainer would drop groups
     that were rolled out for training.
     """
-    gateway, policy, lag = (
-        found["gateway"],
-        found["policy_trainer"],
-        found["coordinator"].policy_lag,
-    )
+    gateway, policy = found["gateway"], found["policy_trainer"]
+    lag = found["coordinator"].policy_lag
     if gateway.trajectories is False:
         raise ConfigError(
             "a run needs the trajectories of its gateway",
@@ -154,18 +156,6 @@ def _derived(found: Mapping[str, Any], ranks: int) -> list[str]:
     return [setting for setting, needed in derived.items() if needed]
 
 
-def _check_profiles(engine: Any, profiles: Sequence[str]) -> None:
-    """Raises ConfigError if the engine cannot switch to the profiles that an operator may
-    choose.
-    """
-    if profiles and engine.kind == "sglang":
-        raise ConfigError(
-            "SGLang keeps the profile that it was started with; unset coordinator.profiles",
-            seen=f"gateway.engine.kind={engine.kind}",
-            allowed="embedded",
-        )
-
-
 def _check_correction(gateway: Any, policy: Any, profiles: Sequence[str]) -> None:
     """Raises ConfigError if tokens may be drawn in coarser numbers than in training, without a
     correction. The policy then drifts until it collapses.
@@ -182,10 +172,8 @@ def _check_correction(gateway: Any, policy: Any, profiles: Sequence[str]) -> Non
     elif profiles:
         drawn, settings = "+".join(profiles), [f"coordinator.profiles={[*profiles]}"]
     elif policy.publish_dtype != "float32":
-        drawn, settings = (
-            policy.publish_dtype,
-            [f"policy_trainer.publish_dtype={policy.publish_dtype}"],
-        )
+        drawn = policy.publish_dtype
+        settings = [f"policy_trainer.publish_dtype={drawn}"]
     correction = policy.algorithm.correction
     if drawn in ("float32", policy.compute_dtype) or correction.corrects:
         return
@@ -218,36 +206,31 @@ def gpu_bytes() -> list[int]:
 
 
 def write_settings(
-    file: Path,
-    model: str,
-    *,
-    tasks: Path | None,
-    heldout: Path | None,
-    reward: str,
-    workers: int,
-    agents: bool = False,
-    say: Callable[[str], None] = print,
+    file: Path, model: str, given: Mapping[str, Any], say: Callable[[str], None] = print
 ) -> Checked:
     """Writes a commented TOML for a run that trains this model, and returns the run's plan.
 
-    `model`: a directory or a Hub id. `agents`: external agents claim the tasks, or bring their own
-    without `tasks`. `say` receives progress lines of downloads.
+    `model`: a directory or a Hub id. `given`: the task files `tasks` and `heldout`, the `reward`,
+    and `agents`: external agents claim the tasks, or bring their own without `tasks`. `say`
+    receives progress lines of downloads.
 
     Raises ConfigError if the file exists or the settings cannot work, TaskFileError if tasks cannot
     be read.
     """
     if file.exists():
         raise ConfigError("this file is there already", seen=file, allowed="another name")
-    for path in filter(None, (tasks, heldout)):
-        open_tasks(path)
+    for name in ("tasks", "heldout"):
+        if given[name]:
+            open_tasks(given[name])
     markup = Environment(  # noqa: S701  the result is TOML
         trim_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True
     )
-    markup.filters["quote"] = load.toml_value
+    markup.filters["quote"] = lambda value: load.toml_value(
+        str(value) if isinstance(value, Path) else value
+    )
     template = markup.from_string(_TEMPLATE.read_text(encoding="utf-8"))
-    paths = {"tasks": tasks and str(tasks), "heldout": heldout and str(heldout)}
-    given = {"model": model, "reward": reward, "workers": workers, "agents": agents}
-    write_whole(file, template.render(file=file, name=file.stem, **paths, **given))
+    names = {"file": file, "name": file.stem, "workers": processes.usable_cores()}
+    write_whole(file, template.render(**names, model=model, **given))
     try:
         models = found_models([file], [], say)
         checked = plan_run([file], models)

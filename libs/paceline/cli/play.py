@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from paceline.cli import command, live, report, run_files, watch
+from paceline.cli import command, live, report, run_files
 from paceline.cli.plan import Checked, plan_run
 from paceline.cluster.keeper import START_AGAIN
 from paceline.config import ServiceConfig, load_config
@@ -25,7 +25,6 @@ EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 _RESUMES = 3
 """Maximum automatic resumes of a run."""
 _LAST_FACT_S = 2.0
-_REFRESHED_S = 0.25
 _STOPPED_S = 5.0
 """Seconds to read the journal of an interrupted run."""
 _AFTER_ITS_OWN_S = 30.0
@@ -65,10 +64,8 @@ async def play(run: Play, console: Console, *, as_json: bool) -> int:
     player = _Player(run, config, plan, view)
     code = EXIT_FAILED
     try:
-        if await player.play():
-            code = 0
-        else:
-            code = EXIT_INTERRUPTED
+        code = 0 if await player.play() else EXIT_INTERRUPTED
+        if code:
             view.show_line("stopped; no process is left")
     except PacelineError as error:
         message = str(error)
@@ -158,17 +155,15 @@ class _Player:
         run, settings = self._run, self._config.run
         given = self._config, run.settings, overrides
         if run.launcher.kind == command.LOCAL:
-            yield (
-                Supervisor(
-                    run_launches(*given),
-                    run.files.directory,
-                    on_event=self._show_event,
-                    health_s=self._health_s,
-                    heartbeat_s=settings.heartbeat_s,
-                    hung_s=settings.hung_s,
-                ),
-                [],
+            supervisor = Supervisor(
+                run_launches(*given),
+                run.files.directory,
+                on_event=self._show_event,
+                health_s=self._health_s,
+                heartbeat_s=settings.heartbeat_s,
+                hung_s=settings.hung_s,
             )
+            yield supervisor, []
             return
         from paceline.cluster.launcher import RunOnCluster, on_cluster
         from paceline.cluster.nodes import pools_of
@@ -227,19 +222,10 @@ class _Player:
 
     async def _follow(self) -> None:
         """Shows the run's facts. If they fail, the view freezes and the run continues."""
-
-        async def refresh() -> None:
-            while True:
-                self._view.refresh()
-                await asyncio.sleep(_REFRESHED_S)
-
-        refreshing = asyncio.create_task(refresh())
         try:
-            await watch.follow(self._config, self._view.state)
+            await live.follow(self._config, self._view.state)
         except PacelineError as error:
             self._view.show_line(f"the view lost the run: {error}")
-        finally:
-            refreshing.cancel()
 
 
 @contextmanager

@@ -140,13 +140,7 @@ def layer_parameters(model: ModelConfig) -> int:
 
 
 def embedded_parts(
-    model: ModelConfig,
-    cells: int,
-    item: int,
-    *,
-    states: int,
-    drafter: bool,
-    matrix_item: int = 0,
+    model: ModelConfig, cells: int, item: int, *, states: int, drafter: bool, matrix_item: int = 0
 ) -> dict[str, int]:
     """Memory of a worker of the embedded engine, by content.
 

@@ -36,15 +36,7 @@ REDIS = "paceline.local.redis"
 
 SERVICES: tuple[ServiceSpec, ...] = (
     ServiceSpec("redis", REDIS, "", "", (), "data", arguments=("--role", "durable")),
-    ServiceSpec(
-        "redis_features",
-        REDIS,
-        "",
-        "",
-        (),
-        "data",
-        arguments=("--role", "features"),
-    ),
+    ServiceSpec("redis_features", REDIS, "", "", (), "data", arguments=("--role", "features")),
     ServiceSpec(
         "gateway",
         "paceline.services.rollout_gateway",

@@ -59,9 +59,7 @@ class WorkClock:
         while True:
             left_s = deadline_s - (self._counted_s - min(already_s, self._counted_s))
             done, _ = await asyncio.wait(
-                futures,
-                timeout=min(max(left_s, 0.0), LOOK_S),
-                return_when=asyncio.FIRST_COMPLETED,
+                futures, timeout=min(max(left_s, 0.0), LOOK_S), return_when=asyncio.FIRST_COMPLETED
             )
             if done or left_s <= 0:
                 return bool(done)
