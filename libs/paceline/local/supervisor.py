@@ -14,9 +14,9 @@ from typing import Any
 
 from paceline.config import ServiceConfig
 from paceline.errors import DeadlineExceeded, FailedPrecondition
-from paceline.local import forking, kept, news
+from paceline.local import forking, news
 from paceline.local.child import LIMIT_S
-from paceline.local.launch import ChildEvent, Keep, Launch, RestartPolicy, Supervised
+from paceline.local.launch import ChildEvent, Keep, KeptService, Launch, RestartPolicy, Supervised
 from paceline.local.ports import require_free
 from paceline.local.redis import Role, check_durable, launcher, resolved, wait_redis
 from paceline.local.services import REDIS, ServiceSpec, services_of
@@ -50,9 +50,7 @@ class Supervisor:
 
         def child(launch: Launch, needs: Sequence[Supervised]) -> Supervised:
             logs, own = run_dir / "logs", replace(policy or RestartPolicy())
-            return kept.KeptService(
-                launch, logs, own, on_event, health_s, needs, heartbeat_s, hung_s
-            )
+            return KeptService(launch, logs, own, on_event, health_s, needs, heartbeat_s, hung_s)
 
         self._children: dict[str, Supervised] = {}
         needs: dict[str, list[str]] = {}  # transitive dependencies by name
