@@ -31,9 +31,8 @@ from paceline.local.user_directory import socket_directory, user_directory
 from paceline.report.machine import machine_in_words
 from paceline.streams.connection import shown
 
-_LOWER = ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy")
-_PROXIES = (*_LOWER, *map(str.upper, _LOWER))
-_EXEMPT = ("no_grpc_proxy", "NO_GRPC_PROXY", "no_proxy", "NO_PROXY")
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy")
+_EXEMPT = ("no_grpc_proxy", "no_proxy")
 
 
 def look_at_proxies(config: ServiceConfig, environment: Mapping[str, str] = os.environ) -> Finding:
@@ -41,7 +40,7 @@ def look_at_proxies(config: ServiceConfig, environment: Mapping[str, str] = os.e
     proxy.
     """
     named, exempt = (
-        {name: environment[name] for name in names if environment.get(name)}
+        {name: value for name, value in environment.items() if value and name.lower() in names}
         for names in (_PROXIES, _EXEMPT)
     )
     if not named:

@@ -125,10 +125,9 @@ class _ClusterRun:
         from ray.util.placement_group import placement_group
 
         for pool in self._run.pools:
-            if pool.bundles:
-                self._groups[pool.name] = placement_group(
-                    [pool.asks], name=self._run.actor(pool.name)
-                )
+            if pool.asks:
+                name = self._run.actor(pool.name)
+                self._groups[pool.name] = placement_group([dict(pool.asks)], name=name)
         for name, group in self._groups.items():
             if not await asyncio.to_thread(group.wait, patient(_RESERVED_S)):
                 raise DeadlineExceeded(
@@ -211,16 +210,15 @@ class _ClusterRun:
         return made.remote(order)
 
     def _place(self, pool: Pool) -> dict[str, Any]:
-        from ray.util.scheduling_strategies import (
-            NodeAffinitySchedulingStrategy,
-            PlacementGroupSchedulingStrategy,
-        )
+        from ray.util import scheduling_strategies as strategies
 
         group = self._groups.get(pool.name)
         if group is None:
             own = self._ray.get_runtime_context().get_node_id()
-            return {"scheduling_strategy": NodeAffinitySchedulingStrategy(own, soft=False)}
-        return {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, 0)}
+            return {
+                "scheduling_strategy": strategies.NodeAffinitySchedulingStrategy(own, soft=False)
+            }
+        return {"scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(group, 0)}
 
     def give_back(self) -> None:
         """Kills remaining keepers and releases the slots."""

@@ -71,7 +71,6 @@ class RedisLauncher:
     role: Role
     directory: Path  # absolute and private: durable data, socket or password
     given_url: str = ""  # redis:// with a port on this machine; empty: a unix socket
-    max_bytes: int = FEATURES_BYTES  # memory limit of the features role
 
     @property
     def socket(self) -> Path:
@@ -99,13 +98,6 @@ class RedisLauncher:
             return f"unix://{quote(str(self.socket))}?db=0"
         return self.given_url.replace("://", f"://:{self._password()}@", 1)
 
-    def command(self) -> list[str]:
-        """Command line of the server, which reads `settings` from stdin.
-
-        Raises Unavailable if no server binary is found.
-        """
-        return [str(find_redis_server()), "-"]
-
     def settings(self) -> str:
         """The server's redis.conf.
 
@@ -127,7 +119,7 @@ class RedisLauncher:
         if self.role == "durable":
             lines += ["appendonly yes", "appendfsync always"]
         else:
-            lines += ["appendonly no", f"maxmemory {self.max_bytes}"]
+            lines += ["appendonly no", f"maxmemory {FEATURES_BYTES}"]
         return "\n".join(lines) + "\n"
 
     def prepare(self) -> None:
@@ -151,12 +143,12 @@ class RedisLauncher:
         """
         processes.own(self.directory.parent, self.directory.name, through_exec=True)
         self.prepare()
-        words = self.command()
+        server = str(find_redis_server())
         reading, writing = os.pipe()
         os.write(writing, self.settings().encode())  # less than a pipe's capacity
         os.close(writing)
         os.dup2(reading, 0)
-        os.execv(words[0], words)  # noqa: S606  a path found above, no shell
+        os.execv(server, [server, "-"])  # noqa: S606  a path found above, no shell
 
     def _password(self) -> str:
         return tokens.read_or_make(self.directory / "password")
