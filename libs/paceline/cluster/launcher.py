@@ -215,9 +215,8 @@ class _ClusterRun:
         group = self._groups.get(pool.name)
         if group is None:
             own = self._ray.get_runtime_context().get_node_id()
-            return {
-                "scheduling_strategy": strategies.NodeAffinitySchedulingStrategy(own, soft=False)
-            }
+            node = strategies.NodeAffinitySchedulingStrategy(own, soft=False)
+            return {"scheduling_strategy": node}
         return {"scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(group, 0)}
 
     def give_back(self) -> None:
