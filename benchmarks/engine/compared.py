@@ -47,7 +47,7 @@ from benchmarks.engine.sections import (
 )
 from benchmarks.processes import Meter
 from benchmarks.result import Goal, Row, say
-from paceline.local.memory_plan import embedded_plan
+from paceline.local.memory_plan import embedded_parts
 from paceline.messages import from_message
 from paceline.models.config import ModelConfig, read_config
 from paceline.services.rollout_gateway.engines.base import Engine
@@ -269,16 +269,9 @@ def cache_mib(config: ModelConfig, spec: EmbeddedSpec) -> dict[str, float]:
     resident.
     """
     arms = engine_arms(spec, engine_kinds(spec)).values()
-    plan = embedded_plan(
-        config,
-        workers=1,
-        sequences=spec.max_batch + spec.prefix_slots,
-        tokens=spec.max_sequence_tokens + slack(arms),
-        item=ITEM_BYTES[spec.dtype],
-        states=1,
-        drafter=True,
-    )
-    return {name: size / MIB for name, size in plan.parts.items()}
+    cells = (spec.max_batch + spec.prefix_slots) * (spec.max_sequence_tokens + slack(arms))
+    parts = embedded_parts(config, cells, ITEM_BYTES[spec.dtype], states=1, drafter=True)
+    return {name: size / MIB for name, size in parts.items()}
 
 
 async def profile(plan: Extent) -> Findings:

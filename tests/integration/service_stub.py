@@ -11,9 +11,8 @@ import time
 from pathlib import Path
 
 from paceline.config import SecurityConfig
-from paceline.local.hung import tell_turns
-from paceline.local.news import VARIABLE, tell_supervisor
-from paceline.local.processes import child_environment, die_with_parent
+from paceline.local.news import report_turns, tell_supervisor
+from paceline.local.processes import NEWS_VARIABLE, child_environment, die_with_parent
 from paceline.rpc import Server
 
 
@@ -27,13 +26,15 @@ async def serve(words: argparse.Namespace) -> int:
     server = Server(words.address, SecurityConfig())
     await server.start()
     server.set_serving("stub", not words.sick)
-    turning = asyncio.create_task(tell_turns(words.turns))
+    turning = asyncio.create_task(report_turns(words.turns))
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, time.sleep, 600)
     if words.starts:
         with words.starts.open("a") as starts:
             starts.write("x")
     if words.part_dies:
-        tell_supervisor("impaired", f"a part [died]\nits pipe: {child_environment()[VARIABLE]!r}")
+        tell_supervisor(
+            "impaired", f"a part [died]\nits pipe: {child_environment()[NEWS_VARIABLE]!r}"
+        )
         tell_supervisor("recovered", "x" * 10_000)
     await stop.wait()
     turning.cancel()

@@ -41,10 +41,10 @@ from paceline.errors import (
     Unavailable,
 )
 from paceline.events import FactSubscriber
-from paceline.local import news
 from paceline.local.news import heard, news_pipe
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
+from paceline.local.processes import NEWS_VARIABLE
 from paceline.report.journal import copy_journal, read_history
 from paceline.report.solved import total_unscored
 from paceline.rpc import EpochGuard, channel
@@ -809,7 +809,7 @@ async def test_an_alarm_says_whom_all_wait_for_until_the_run_goes_on(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reading, writing = news_pipe()
-    monkeypatch.setenv(news.VARIABLE, str(writing))
+    monkeypatch.setenv(NEWS_VARIABLE, str(writing))
     told = heard(reading)
     async with running_peers(script := Script(hold_step=0)) as peers:
         config = config_of(overrides(peers, redis_url, tmp_path, stall_alarm_s=0.5))

@@ -9,10 +9,10 @@ from redis_servers import foreign_redis
 
 from paceline.config import RedisConfig, RunConfig, ServiceConfig
 from paceline.errors import ConfigError
-from paceline.local.foreign_redis import check_durable
 from paceline.local.launch import ChildEvent
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
+from paceline.local.redis import check_durable
 from paceline.local.services import service
 from paceline.local.supervisor import Supervisor, launch_of
 

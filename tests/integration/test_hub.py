@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from hub_server import SHA, Hub, hub_of
 from huggingface_hub import constants
+from rich.filesize import decimal
 
 from benchmarks.demo_runs import demo_folder
 from paceline.config.load import read_tables
 from paceline.errors import ConfigError
-from paceline.local.hub import is_hub_id, model_directory, shown_size
+from paceline.local.hub import is_hub_id, model_directory
 from paceline.local.ports import free_port
 
 POLICY = demo_folder() / "policy_start"
@@ -53,9 +54,9 @@ def nobody() -> str:
 def test_init_says_what_it_downloads_and_a_second_time_nothing(hub: Hub, tmp_path: Path) -> None:
     done = paceline("init", "acme/tiny", "--out", "mine.toml", url=hub.url, home=tmp_path)
     assert done.returncode == 0, done.stderr
-    size = shown_size(sum(map(len, FILES.values())))
+    size = decimal(sum(map(len, FILES.values())))
     assert f"acme/tiny at {SHA[:12]}: downloading {size} in {len(FILES)} files" in done.stderr
-    assert f"model.safetensors ({shown_size(len(FILES['model.safetensors']))})" in done.stderr
+    assert f"model.safetensors ({decimal(len(FILES['model.safetensors']))})" in done.stderr
     assert read_tables(tmp_path / "mine.toml")["policy_trainer"]["model"] == "acme/tiny"
     found = tmp_path / f"hub/models--acme--tiny/snapshots/{SHA}"
     assert {path.name: path.read_bytes() for path in found.iterdir()} == FILES
@@ -109,6 +110,8 @@ def test_without_the_hub_what_was_downloaded_before_serves(hub: Hub, tmp_path: P
 def test_what_the_hub_does_not_give_is_refused_by_name(
     hub: Hub, model: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     with pytest.raises(ConfigError, match=says):
         model_directory(model, print)

@@ -20,8 +20,8 @@ from redis_servers import foreign_redis
 from paceline.config import ServiceConfig
 from paceline.config.load import load_config
 from paceline.errors import Unavailable
-from paceline.local.hung import LAST, Turns
 from paceline.local.launch import Launch
+from paceline.local.news import LAST, Turns
 from paceline.local.patience import VARIABLE, patient
 from paceline.local.redis import resolved, wait_redis
 from paceline.local.services import service

@@ -120,7 +120,7 @@ def test_with_a_redis_that_others_run_the_process_says_so_and_stays_until_a_sign
     )
     assert process.poll() is None
     process.terminate()
-    assert process.wait(patient(10)) == 0
+    assert process.wait(patient(10)) == -signal.SIGTERM
     process.stdout.close()
 
 

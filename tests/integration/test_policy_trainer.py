@@ -35,10 +35,10 @@ from transformers import LlamaForCausalLM
 from watched_stream import WatchedStream, ledger_record
 
 from paceline.errors import InternalError, StaleEpoch, Unavailable, WeightsError
-from paceline.local.news import VARIABLE as NEWS_VARIABLE
 from paceline.local.news import heard, news_pipe
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
+from paceline.local.processes import NEWS_VARIABLE
 from paceline.ranks.group import RankGroup
 from paceline.ranks.messages import Save, Saved
 from paceline.services.policy_trainer.config import PolicyTrainerConfig

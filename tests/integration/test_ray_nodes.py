@@ -91,7 +91,7 @@ def test_several_nodes_need_a_redis_that_all_reach(tmp_path: Path) -> None:
 
 async def test_a_run_that_is_taken_up_waits_for_a_node_that_comes_back(tmp_path: Path) -> None:
     port = free_ports(1)[0]
-    pools = [Pool("rollout", ("gateway",), ({CPU: 1.0},))]
+    pools = [Pool("rollout", ("gateway",), {CPU: 1.0})]
     asked = RunOnCluster(ServiceConfig(), [], [], tmp_path, pools, 60.0)
     with ray_nodes({HEAD: 0}, port) as nodes:
         address = f"{HEAD}:{port}"
@@ -104,13 +104,13 @@ async def test_a_run_that_is_taken_up_waits_for_a_node_that_comes_back(tmp_path:
             nodes[NODES[0]] = await back
 
 
-async def test_services_of_a_pool_see_the_gpus_of_its_bundles_alone(
+async def test_services_of_a_pool_see_the_gpus_of_its_slots_alone(
     tmp_path: Path,
 ) -> None:
     """Ray does not verify that a node has GPUs."""
     port = free_ports(1)[0]
-    bundles = ({GPU: 2.0}, {GPU: 1.0})
-    pools = [Pool("control", ("coordinator",)), Pool("rollout", ("gateway",), bundles)]
+    slots = {GPU: 3.0}
+    pools = [Pool("control", ("coordinator",)), Pool("rollout", ("gateway",), slots)]
     asked = RunOnCluster(ServiceConfig(), [], [], tmp_path, pools, 60.0)
     with ray_nodes({HEAD: 1}, port, "--num-gpus=4"):
         async with on_cluster(asked, f"{HEAD}:{port}", lambda event: None) as cluster:

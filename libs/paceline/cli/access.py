@@ -1,8 +1,8 @@
 """Finds a run and opens an operator's channel to its coordinator."""
 
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,29 +41,19 @@ def coordinator_at(connection: grpc.aio.Channel) -> Any:
     return CoordinatorServiceStub(connection)  # type: ignore[no-untyped-call]
 
 
-@contextmanager
-def require_reply(coordinator: Coordinator) -> Iterator[None]:
-    """Raises Unavailable with the address if a call in the block gets no reply."""
-    try:
-        with rpc_errors():
-            yield
-    except Unavailable as error:
-        raise Unavailable("no coordinator answers", seen=coordinator.address) from error
-
-
 @asynccontextmanager
-async def call_coordinator(
-    coordinator: Coordinator, method: str, request: object
-) -> AsyncIterator[tuple[Any, Any]]:
-    """Yields a stub of the coordinator and its reply to a first request.
+async def opened(coordinator: Coordinator) -> AsyncIterator[tuple[grpc.aio.Channel, Any]]:
+    """Yields a channel and a stub of the coordinator.
 
-    Raises Unavailable without a reply, and the error of a rejected request.
+    A call in the block raises Unavailable with the address without a reply, and the error of a
+    rejected request.
     """
     async with coordinator.channel() as connection:
-        stub = coordinator_at(connection)
-        with require_reply(coordinator):
-            answer = await getattr(stub, method)(request, timeout=DEADLINE_S)
-        yield stub, answer
+        try:
+            with rpc_errors():
+                yield connection, coordinator_at(connection)
+        except Unavailable as error:
+            raise Unavailable("no coordinator answers", seen=coordinator.address) from error
 
 
 def coordinator_of(files: Sequence[Path], address: str | None = None) -> Coordinator:
@@ -75,11 +65,16 @@ def coordinator_of(files: Sequence[Path], address: str | None = None) -> Coordin
     return Coordinator(address or config.addresses.coordinator, config.security)
 
 
-def find_coordinator(run: str, files: Sequence[Path]) -> Coordinator:
-    """The coordinator of a run: by directory, by id below runs/, or by host:port.
+def find_coordinator(
+    run: str | None, files: Sequence[Path], address: str | None = None
+) -> Coordinator:
+    """The coordinator of a run: by directory, by id below runs/, or by host:port; None: by settings
+    and `address`.
 
     Raises NotFound without a directory that has a config.toml.
     """
+    if run is None:
+        return coordinator_of(files, address)
     if not _directories(run) and run.rpartition(":")[2].isdecimal():
         return coordinator_of(files, run)
     return coordinator_of([run_directory(run) / "config.toml", *files])

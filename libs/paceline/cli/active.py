@@ -9,25 +9,17 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import grpc
 from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from paceline.cli.access import (
-    DEADLINE_S,
-    Coordinator,
-    call_coordinator,
-    coordinator_at,
-    require_reply,
-)
-from paceline.cli.live import away_line, step_line
-from paceline.cli.watch import enum_word
+from paceline.cli.access import DEADLINE_S, Coordinator, opened
+from paceline.cli.live import away_line, enum_word, step_line
 from paceline.config import ServiceConfig
 from paceline.errors import PacelineError, Unavailable
 from paceline.messages import versions_from_proto
-from paceline.rpc import channel, rpc_errors
+from paceline.rpc import rpc_errors
 from paceline.rpc.progress import ask_progress
 from paceline.v1 import coordinator_pb2 as pb
 from paceline.v1.progress_pb2 import GetProgressResponse, Part
@@ -44,7 +36,7 @@ Ends = Callable[[pb.GetSnapshotResponse], tuple[str, int] | None]
 """Checks a snapshot: None to wait on, or the text to print and the exit status."""
 
 
-def find_end(snapshot: pb.GetSnapshotResponse) -> tuple[str, int] | None:
+def _find_end(snapshot: pb.GetSnapshotResponse) -> tuple[str, int] | None:
     """Ends the wait if the run has ended: status 0, or 1 if it failed."""
     if snapshot.phase == "failed":
         return f"[bold red]the run failed:[/] {escape(snapshot.failure)}", 1
@@ -94,8 +86,9 @@ async def choose_drafter(coordinator: Coordinator, request: Request, console: Co
     it: no run goes on, the version is not kept, another one is pinned.
     """
     method = type(request).__name__.removesuffix("Request")
-    async with call_coordinator(coordinator, method, request) as (_, answer):
-        console.print(drafter_line(answer.drafters), highlight=False, soft_wrap=True)
+    async with opened(coordinator) as (_, stub):
+        answer = await getattr(stub, method)(request, timeout=DEADLINE_S)
+    console.print(drafter_line(answer.drafters), highlight=False, soft_wrap=True)
     if answer.drafters.HasField("chosen") and not answer.drafters.pinned:
         console.print(
             f"to keep it beyond the next step: paceline drafter pin {answer.drafters.chosen}",
@@ -109,12 +102,13 @@ async def choose_profile(coordinator: Coordinator, profile: str, console: Consol
     also for a profile that the run may not change to.
     """
     request = pb.ChooseProfileRequest(profile=profile)
-    async with call_coordinator(coordinator, "ChooseProfile", request) as (_, answer):
-        serving, following = (one or "no profile" for one in (answer.serving.profile, answer.next))
-        line = f"p{answer.serving.policy} serves under {serving}"
-        if following != serving:
-            line += f"; {following} from p{answer.serving.policy + 1} on"
-        console.print(line, highlight=False, soft_wrap=True)
+    async with opened(coordinator) as (_, stub):
+        answer = await stub.ChooseProfile(request, timeout=DEADLINE_S)
+    serving, following = (one or "no profile" for one in (answer.serving.profile, answer.next))
+    line = f"p{answer.serving.policy} serves under {serving}"
+    if following != serving:
+        line += f"; {following} from p{answer.serving.policy + 1} on"
+    console.print(line, highlight=False, soft_wrap=True)
     return 0
 
 
@@ -138,7 +132,8 @@ async def pause_run(coordinator: Coordinator, console: Console) -> int:
     Raises Unavailable when no coordinator answers, FailedPrecondition when no run is active or all
     its steps have begun. A cancelled caller stops waiting; the run pauses nevertheless.
     """
-    async with call_coordinator(coordinator, "PauseRun", pb.PauseRunRequest()) as (stub, answer):
+    async with opened(coordinator) as (_, stub):
+        answer = await stub.PauseRun(pb.PauseRunRequest(), timeout=DEADLINE_S)
         console.print(f"the run pauses after {answer.steps} steps", highlight=False)
         left = "the coordinator has left; the next one of the run pauses it", 1
         return await wait_until(stub, console, _find_pause, left, "the run still pauses")
@@ -146,17 +141,18 @@ async def pause_run(coordinator: Coordinator, console: Console) -> int:
 
 async def resume_run(coordinator: Coordinator, console: Console) -> int:
     """Prints whether the run had been paused; 0. Raises as `pause_run` does."""
-    async with call_coordinator(coordinator, "ResumeRun", pb.ResumeRunRequest()) as (_, answer):
-        text = "the run continues" if answer.was_paused else "the run was not paused and continues"
-        console.print(text, highlight=False)
-        return 0
+    async with opened(coordinator) as (_, stub):
+        answer = await stub.ResumeRun(pb.ResumeRunRequest(), timeout=DEADLINE_S)
+    text = "the run continues" if answer.was_paused else "the run was not paused and continues"
+    console.print(text, highlight=False)
+    return 0
 
 
 def _find_pause(snapshot: pb.GetSnapshotResponse) -> tuple[str, int] | None:
     if snapshot.phase == "paused":
         text = f"the run is paused after {snapshot.step} steps, of {snapshot.total_steps}"
         return f"{text}; to continue: paceline resume", 0
-    if (ended := find_end(snapshot)) is not None:
+    if (ended := _find_end(snapshot)) is not None:
         return ended[0], 1
     return None if snapshot.paused else ("the run is not paused any more", 1)
 
@@ -167,10 +163,11 @@ async def stop_run(coordinator: Coordinator, console: Console) -> int:
     Raises Unavailable when no coordinator answers, FailedPrecondition when its run has not begun or
     is over. A cancelled caller stops waiting; the run ends nevertheless.
     """
-    async with call_coordinator(coordinator, "StopRun", pb.StopRunRequest()) as (stub, answer):
+    async with opened(coordinator) as (_, stub):
+        answer = await stub.StopRun(pb.StopRunRequest(), timeout=DEADLINE_S)
         console.print(f"the run ends with {answer.total_steps} steps", highlight=False)
         left = "the coordinator has left", 0
-        return await wait_until(stub, console, find_end, left, "the run still ends")
+        return await wait_until(stub, console, _find_end, left, "the run still ends")
 
 
 EXIT_ALARM = 1
@@ -179,14 +176,12 @@ _ANSWER_S = 10.0
 
 
 async def read_overview(
-    connection: grpc.aio.Channel,
+    coordinator: Coordinator,
 ) -> tuple[pb.GetSnapshotResponse, GetProgressResponse]:
     """The state of a run and the work of its services. Raises Unavailable without a reply."""
-    with rpc_errors():
-        snapshot = await coordinator_at(connection).GetSnapshot(
-            pb.GetSnapshotRequest(), timeout=DEADLINE_S
-        )
-    return snapshot, await ask_progress(connection, _ANSWER_S)
+    async with opened(coordinator) as (connection, stub):
+        snapshot = await stub.GetSnapshot(pb.GetSnapshotRequest(), timeout=DEADLINE_S)
+        return snapshot, await ask_progress(connection, _ANSWER_S)
 
 
 async def show_status(coordinator: Coordinator, console: Console) -> int:
@@ -197,9 +192,7 @@ async def show_status(coordinator: Coordinator, console: Console) -> int:
     def line(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True)
 
-    async with coordinator.channel() as connection:
-        with require_reply(coordinator):
-            snapshot, progress = await read_overview(connection)
+    snapshot, progress = await read_overview(coordinator)
     console.print(
         f"run [bold]{escape(snapshot.run_id)}[/]  step {snapshot.step} of {snapshot.total_steps}  "
         f"phase [bold]{snapshot.phase}[/]  "
@@ -238,9 +231,8 @@ async def check_run(coordinator: Coordinator, console: Console, *, as_json: bool
 
     Raises Unavailable if no coordinator responds.
     """
-    async with coordinator.channel() as connection:
-        with require_reply(coordinator):
-            progress = await ask_progress(connection, _ANSWER_S)
+    async with opened(coordinator) as (connection, _):
+        progress = await ask_progress(connection, _ANSWER_S)
     if as_json:
         print(json.dumps(MessageToDict(progress, preserving_proto_field_name=True), indent=2))
     else:
@@ -253,8 +245,9 @@ async def check_run(coordinator: Coordinator, console: Console, *, as_json: bool
 async def read_figures(config: ServiceConfig) -> dict[str, str]:
     """Versions and queues of a run as text, by name; empty without a reply of its coordinator."""
     try:
-        async with channel(config.addresses.coordinator, config.security) as connection:
-            snapshot, progress = await read_overview(connection)
+        snapshot, progress = await read_overview(
+            Coordinator(config.addresses.coordinator, config.security)
+        )
     except PacelineError:
         return {}  # the coordinator restarts or has ended
     promoted = snapshot.drafters.promoted if snapshot.drafters.HasField("promoted") else None

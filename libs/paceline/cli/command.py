@@ -57,8 +57,7 @@ ConfigFiles = Annotated[
     list[Path] | None, typer.Option(help="TOML file; later files win", exists=True)
 ]
 CoordinatorAddress = Annotated[
-    str | None,
-    typer.Option(help="address of the coordinator; default: from the settings"),
+    str | None, typer.Option(help="address of the coordinator; default: from the settings")
 ]
 LineFormat = Annotated[
     Literal["text", "json"] | None,

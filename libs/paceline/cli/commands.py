@@ -1,10 +1,8 @@
 """Defines the commands on runs, on a run's files and before a run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -13,51 +11,36 @@ from paceline.cli import command
 from paceline.cli.command import ConfigFiles, CoordinatorAddress
 from paceline.errors import InvalidInput
 from paceline.local.hub import model_directory
-from paceline.local.processes import usable_cores
-
-if TYPE_CHECKING:
-    from paceline.cli.access import Coordinator
-    from paceline.cli.active import Request
 
 _TASK_PARTS = ("prompt", "answer", "task_id", "system")
 Run = Annotated[
-    str | None,
-    typer.Argument(help="the run, by directory, id or the coordinator's host:port"),
+    str | None, typer.Argument(help="the run, by directory, id or the coordinator's host:port")
 ]
 
 
 def status(run: Run = None, address: CoordinatorAddress = None, config: ConfigFiles = None) -> None:
     """Show the state of a run: phase, slots, versions, the last step."""
-    from paceline.cli.active import show_status
-
-    command.run_to_exit(show_status(_coordinator(address, config, run), Console()))
+    _operate("show_status", run, address, config)
 
 
 def stop(run: Run = None, address: CoordinatorAddress = None, config: ConfigFiles = None) -> None:
     """End a run after the running step, and wait for it; Ctrl-C only ends the wait."""
-    from paceline.cli.active import stop_run
-
-    command.run_to_exit(stop_run(_coordinator(address, config, run), Console()))
+    _operate("stop_run", run, address, config)
 
 
 def pause(run: Run = None, address: CoordinatorAddress = None, config: ConfigFiles = None) -> None:
     """Pause a run after the steps in progress, and wait for it; agents then get all workers."""
-    from paceline.cli.active import pause_run
-
-    command.run_to_exit(pause_run(_coordinator(address, config, run), Console()))
+    _operate("pause_run", run, address, config)
 
 
 def resume(run: Run = None, address: CoordinatorAddress = None, config: ConfigFiles = None) -> None:
     """Continue a paused run."""
-    from paceline.cli.active import resume_run
-
-    command.run_to_exit(resume_run(_coordinator(address, config, run), Console()))
+    _operate("resume_run", run, address, config)
 
 
 def rollback(
     version: Annotated[
-        int | None,
-        typer.Argument(min=0, help="drafter to serve; default: the former drafter"),
+        int | None, typer.Argument(min=0, help="drafter to serve; default: the former drafter")
     ] = None,
     address: CoordinatorAddress = None,
     config: ConfigFiles = None,
@@ -65,8 +48,7 @@ def rollback(
     """Serve the former drafter again, from the next commit and for at least one step."""
     from paceline.v1.coordinator_pb2 import RollBackRequest
 
-    request = RollBackRequest(drafter_version=version)
-    _choose(request, address, config)
+    _operate("choose_drafter", None, address, config, RollBackRequest(drafter_version=version))
 
 
 def pin(
@@ -79,14 +61,14 @@ def pin(
     """Pin the serving drafter: promoted drafters wait until it is unpinned."""
     from paceline.v1.coordinator_pb2 import PinDrafterRequest
 
-    _choose(PinDrafterRequest(drafter_version=version), address, config)
+    _operate("choose_drafter", None, address, config, PinDrafterRequest(drafter_version=version))
 
 
 def unpin(address: CoordinatorAddress = None, config: ConfigFiles = None) -> None:
     """Remove the pin, and withdraw a pending rollback."""
     from paceline.v1.coordinator_pb2 import UnpinDrafterRequest
 
-    _choose(UnpinDrafterRequest(), address, config)
+    _operate("choose_drafter", None, address, config, UnpinDrafterRequest())
 
 
 def use_profile(
@@ -95,29 +77,24 @@ def use_profile(
     config: ConfigFiles = None,
 ) -> None:
     """Round the policy to a profile (int8, fp8 ...), from the next policy."""
-    from paceline.cli.active import choose_profile
-
     name = "" if profile == "none" else profile
-    command.run_to_exit(choose_profile(_coordinator(address, config), name, Console()))
+    _operate("choose_profile", None, address, config, name)
 
 
-def _choose(request: Request, address: str | None, config: list[Path] | None) -> NoReturn:
-    from paceline.cli.active import choose_drafter
+def _operate(
+    function: str,
+    run: str | None,
+    address: str | None,
+    config: list[Path] | None,
+    *arguments: object,
+) -> NoReturn:
+    """Runs a function of active.py, which is slow to import, on the coordinator of a run."""
+    from paceline.cli import access, active
 
-    command.run_to_exit(choose_drafter(_coordinator(address, config), request, Console()))
-
-
-def _coordinator(
-    address: str | None, config: list[Path] | None, run: str | None = None
-) -> Coordinator:
-    from paceline.cli.access import coordinator_of, find_coordinator
-
-    files = list(config or [])
-    if run is None:
-        return coordinator_of(files, address)
-    if address is not None:
+    if run is not None and address is not None:
         raise InvalidInput("RUN and --address name two places", seen=address, allowed=run)
-    return find_coordinator(run, files)
+    coordinator = access.find_coordinator(run, config or [], address)
+    command.run_to_exit(getattr(active, function)(coordinator, *arguments, Console()))
 
 
 def report(run: command.RunPlace = None, config: ConfigFiles = None) -> None:
@@ -145,7 +122,7 @@ def why(
     ] = None,
 ) -> None:
     """Print the critical path of a step beside the median step's, and its main cause."""
-    from paceline.cli.why import show_why
+    from paceline.cli.report import show_why
 
     show_why(run, step, Console())
 
@@ -164,15 +141,11 @@ def evaluate_model(
     max_tokens: Annotated[int, typer.Option(min=1, help="maximum tokens of an answer")] = 512,
     reward: Annotated[str, typer.Option(help="rule, or package.module:rule")] = "math_answer",
     environment: Annotated[str, typer.Option(help="name, or package.module:class")] = "single_turn",
-    solved_above: Annotated[
-        float, typer.Option(help="reward above which an answer solves its task")
-    ] = 0.5,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     column: Annotated[
         list[str] | None,
         typer.Option(metavar="PART=COLUMN", help="columns of prompt, answer, task_id, system"),
     ] = None,
-    system: Annotated[str, typer.Option(help="system message of every task")] = "",
     as_json: command.Json = False,
 ) -> None:
     """Measure a policy on a file of tasks, with its own gateway.
@@ -199,13 +172,10 @@ def evaluate_model(
         environment=environment,
         reward=reward,
     )
-    opened = open_prompts(tasks, Columns(**columns, system_prompt=system), prompts)
+    opened = open_prompts(tasks, Columns(**columns), prompts)
     directory = model_directory(model, command.say).absolute()
-    settings = overrides or ()
     command.run_to_exit(
-        evaluate(
-            directory, opened, request, settings, solved_above, command.console, as_json=as_json
-        )
+        evaluate(directory, opened, request, overrides or (), command.console, as_json=as_json)
     )
 
 
@@ -222,18 +192,10 @@ def init(
     ] = False,
 ) -> None:
     """Write a commented TOML of a run that trains a model."""
-    from paceline.cli.init import write_settings
+    from paceline.cli.plan import write_settings
 
-    plan = write_settings(
-        out,
-        model,
-        tasks=tasks,
-        heldout=heldout,
-        reward=reward,
-        workers=usable_cores(),
-        agents=agents,
-        say=command.say,
-    )
+    given = {"tasks": tasks, "heldout": heldout, "reward": reward, "agents": agents}
+    plan = write_settings(out, model, given, command.say)
     shown = Console()
     for line in plan.lines:
         shown.print(line, highlight=False, soft_wrap=True, markup=False)

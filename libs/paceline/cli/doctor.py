@@ -8,8 +8,6 @@ import json
 import os
 import resource
 import shutil
-import sys
-from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -24,10 +22,8 @@ from paceline.cli.plan import plan_run
 from paceline.config import ServiceConfig
 from paceline.config.load import load_config
 from paceline.errors import PacelineError
-from paceline.local.checks import Finding, lack_of_room, looked_at
-from paceline.local.child import Child
+from paceline.local.checks import Finding, lack_of_room, looked_at, run_checks
 from paceline.local.launch import Launch
-from paceline.local.patience import patient
 from paceline.local.ports import require_free
 from paceline.local.redis import find_redis_server
 from paceline.local.services import services_of
@@ -36,9 +32,8 @@ from paceline.local.user_directory import socket_directory, user_directory
 from paceline.report.machine import machine_in_words
 from paceline.streams.connection import shown
 
-_LOWER = ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy")
-_PROXIES = (*_LOWER, *map(str.upper, _LOWER))
-_EXEMPT = ("no_grpc_proxy", "NO_GRPC_PROXY", "no_proxy", "NO_PROXY")
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy")
+_EXEMPT = ("no_grpc_proxy", "no_proxy")
 
 
 def look_at_proxies(config: ServiceConfig, environment: Mapping[str, str] = os.environ) -> Finding:
@@ -46,7 +41,7 @@ def look_at_proxies(config: ServiceConfig, environment: Mapping[str, str] = os.e
     proxy.
     """
     named, exempt = (
-        {name: environment[name] for name in names if environment.get(name)}
+        {name: value for name, value in environment.items() if value and name.lower() in names}
         for names in (_PROXIES, _EXEMPT)
     )
     if not named:
@@ -105,7 +100,11 @@ async def findings(
             continue
         for address, setting in launch.ports:
             yield looked_at(setting, partial(_free, address, setting))
-    for finding in await _of_gateway(files, overrides):
+    words = [*(word for path in files for word in ("--config", str(path))), *overrides]
+    gateway = await asyncio.to_thread(
+        run_checks, "gateway", GATEWAY_CHECKS, words, _GATEWAY_CHECKS_S, "fail"
+    )
+    for finding in gateway:
         yield finding
 
 
@@ -143,24 +142,6 @@ def _open_files() -> Finding:
     seen = f"{'any number' if hard < 0 else hard} for a process"
     advice = f"raise the hard limit, e.g. with LimitNOFILE, to {OPEN_FILES} or more" if few else ""
     return Finding("open files", "warn" if few else "ok", seen, advice)
-
-
-async def _of_gateway(files: Sequence[Path], overrides: Sequence[str]) -> list[Finding]:
-    """Runs the gateway's own checks in a separate process."""
-    words = [word for path in files for word in ("--config", str(path))]
-    command = (sys.executable, "-m", GATEWAY_CHECKS, *words, *overrides)
-    child = await Child.execute(*command, stdout=PIPE, stderr=PIPE)
-    try:
-        async with asyncio.timeout(patient(_GATEWAY_CHECKS_S)):
-            out, err = await child.program.communicate()
-    except TimeoutError:
-        return [Finding("gateway", "fail", f"{GATEWAY_CHECKS} is not done in time")]
-    finally:
-        await child.stop()
-    if child.returncode:
-        words = err.decode(errors="replace").strip().splitlines() or [""]
-        return [Finding("gateway", "fail", f"{GATEWAY_CHECKS} {child.last_words()}: {words[-1]}")]
-    return [Finding(**each) for each in json.loads(out.decode().splitlines()[-1])]
 
 
 EXIT_FAIL = 1

@@ -25,6 +25,8 @@ from paceline.tasks.file import TaskFile
 from paceline.v1.rollout_pb2 import RunTasksRequest, SampleFinished
 from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
 
+_SOLVED_ABOVE = 0.5
+"""Reward above which an answer solves its task."""
 _ANSWER_S = 24 * 3600.0
 _START_S = 900.0
 """Seconds for the start, which loads a model of any size."""
@@ -35,7 +37,6 @@ async def evaluate(
     tasks: Sequence[Task],
     request: RunTasksRequest,
     overrides: Sequence[str],
-    solved_above: float,
     console: Console,
     *,
     as_json: bool,
@@ -74,8 +75,8 @@ async def evaluate(
     count = max(len(samples), 1)
     figures: dict[str, float | int] = {
         "samples": len(samples),
-        "accuracy": accuracy(samples, solved_above),
-        **pass_figures(samples, per_task, solved_above),
+        "accuracy": accuracy(samples, _SOLVED_ABOVE),
+        **pass_figures(samples, per_task, _SOLVED_ABOVE),
         "reward": sum(one.reward.value for one in samples) / count,
         "response_tokens": tokens / count,
         "truncated": truncated_share(samples),

@@ -1,9 +1,14 @@
-"""Shows a run to people as lines and a progress bar, and to programs as JSON lines."""
+"""Follows a run through its facts, and reads a snapshot after a gap.
+
+Shows it to people as lines and a progress bar, and to programs as JSON lines.
+"""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +17,17 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
 
-from paceline.cli import command, watch
+from paceline.cli import command
+from paceline.cli.access import DEADLINE_S, coordinator_at
 from paceline.config import ServiceConfig
+from paceline.errors import DeadlineExceeded, PacelineError
+from paceline.events import FactSubscriber
 from paceline.local import launch, tokens
 from paceline.local.services import SERVICES
 from paceline.messages import versions_from_proto
 from paceline.report.journal import ACCURACY, PROBE, step_object, widest_pass
-from paceline.v1.coordinator_pb2 import StepRecord
+from paceline.rpc import channel, check_events, rpc_errors
+from paceline.v1 import coordinator_pb2 as pb
 
 _PACE_S = 1800.0
 """Seconds of past steps that the remaining time is based on: one step may take minutes."""
@@ -34,6 +43,125 @@ _STYLES = {
     "recovered": "green",
 }
 _EVALUATIONS = {ACCURACY: "held-out accuracy", PROBE: "probe"}
+_QUIET_S = 30.0
+"""Seconds without a fact after which the coordinator is polled: it may have restarted."""
+_ASK_AGAIN_S = 1.0
+"""Minimum seconds between polls of a coordinator that did not reply."""
+
+
+@dataclass(slots=True)
+class RunState:
+    """The current state of a run; bounded in size, whatever the run's length."""
+
+    run_id: str
+    total_steps: int
+    on_record: Callable[[pb.StepRecord], None]  # receives each finished step once
+    on_away: Callable[[tuple[str, ...]], None] = lambda services: None  # ... at each change
+    on_change: Callable[[], None] = lambda: None  # is called after each fact and snapshot
+    phase: str = "starting"
+    holders: dict[int, str] = field(default_factory=dict)  # slot -> its holder
+    complete: int = 0  # steps received without a gap, from the first
+    ahead: set[int] = field(default_factory=set)  # received steps after a gap
+    failure: str = ""
+    away: tuple[str, ...] = ()  # unreachable services
+
+    def apply_fact(self, fact: pb.Fact) -> None:
+        """Applies a fact."""
+        if fact.HasField("step_began"):
+            self.phase, self.failure = "rollout", ""
+        for slots in fact.slots:
+            self._slots(slots)
+        if fact.HasField("paused"):
+            self.phase = "paused" if fact.paused else "ready"
+        if fact.HasField("services_away"):
+            self._away(fact.services_away.services)
+        if fact.HasField("step_finished"):
+            self.apply_record(fact.step_finished.record)
+        if fact.HasField("run_finished"):
+            self.failure = fact.run_finished.failure
+            self.phase = "failed" if self.failure else "finished"
+        self.on_change()
+
+    def apply_snapshot(self, snapshot: pb.GetSnapshotResponse) -> None:
+        """Applies a snapshot after a gap."""
+        if snapshot.phase == "new":  # its coordinator has not read its settings yet
+            return
+        self.total_steps, self.phase = snapshot.total_steps, snapshot.phase
+        self.failure = snapshot.failure
+        self._away(snapshot.away)
+        for slots in snapshot.slots:
+            self._slots(slots)
+        if snapshot.last_step.step_s:
+            self.apply_record(snapshot.last_step)
+        self.on_change()
+
+    def apply_record(self, record: pb.StepRecord) -> None:
+        """Applies a finished step once: its record is repeated when an evaluation is added."""
+        if record.step < self.complete or record.step in self.ahead:
+            return
+        self.ahead.add(record.step)
+        while self.complete in self.ahead:
+            self.ahead.remove(self.complete)
+            self.complete += 1
+        self.on_record(record)
+
+    def _away(self, services: Sequence[str]) -> None:
+        if tuple(services) != self.away:
+            self.away = tuple(services)
+            self.on_away(self.away)
+
+    def _slots(self, slots: pb.SlotRange) -> None:
+        holder = enum_word(pb.Holder, slots.holder)
+        self.holders.update(dict.fromkeys(range(slots.first, slots.first + slots.count), holder))
+        if holder in ("policy", "drafter"):
+            self.phase = {"policy": "policy step", "drafter": "rollout, drafter training"}[holder]
+
+
+async def follow(config: ServiceConfig, state: RunState) -> None:
+    """Keeps `state` up to date until the run has ended."""
+    async with channel(config.addresses.coordinator, config.security) as connection:
+        stub = coordinator_at(connection)
+        behind, asked_s = False, 0.0
+
+        async def list_steps(first: int) -> pb.ListStepsResponse:
+            request = pb.ListStepsRequest(from_step=first)
+            page: pb.ListStepsResponse = await stub.ListSteps(request, timeout=DEADLINE_S)
+            return page
+
+        async def catch_up(first: int, last: int) -> None:
+            nonlocal behind, asked_s
+            behind = True
+            try:
+                with rpc_errors():
+                    snapshot = await stub.GetSnapshot(pb.GetSnapshotRequest(), timeout=DEADLINE_S)
+                    while page := (await list_steps(state.complete)).steps:
+                        for record in page:
+                            state.apply_record(record)
+            except PacelineError:
+                return  # It restarts or has ended; retried with a later fact.
+            finally:
+                asked_s = time.monotonic()
+            behind = False
+            state.apply_snapshot(snapshot)
+
+        events, curve_key = config.addresses.events, config.security.curve_key
+        check_events(events, config.security)
+        with FactSubscriber(events, config.run.id, catch_up, curve_key=curve_key) as facts:
+            await catch_up(0, 0)
+            while state.phase != "finished":  # the next coordinator resumes a failed run
+                try:
+                    state.apply_fact(await facts.next(_QUIET_S))
+                except DeadlineExceeded:
+                    behind = True
+                if behind and time.monotonic() - asked_s >= _ASK_AGAIN_S:
+                    await catch_up(0, 0)
+            if behind:
+                await catch_up(0, 0)
+
+
+def enum_word(kind: object, value: int) -> str:
+    """Last word of an enum value's name in lower case: HOLDER_ENGINE -> engine."""
+    return str(kind.Name(value)).rsplit("_", 1)[-1].lower()  # type: ignore[attr-defined]
 
 
 class RunView:
@@ -42,7 +170,7 @@ class RunView:
     def __init__(
         self, run_id: str, total_steps: int, console: Console, *, as_json: bool = False
     ) -> None:
-        self.state = watch.RunState(run_id, total_steps, self._show_record, self._show_away)
+        self.state = RunState(run_id, total_steps, self._show_record, self._show_away, self.refresh)
         self._console = console
         self._as_json = as_json
         self._serving = False
@@ -122,7 +250,7 @@ class RunView:
     def _show_away(self, services: Sequence[str]) -> None:
         self.show("away", away_line(services), services=list(services))
 
-    def _show_record(self, record: StepRecord) -> None:
+    def _show_record(self, record: pb.StepRecord) -> None:
         self.show("step", step_line(record, self.state.total_steps), **step_object(record))
 
     def __enter__(self) -> RunView:
@@ -153,7 +281,7 @@ def away_line(services: Sequence[str]) -> str:
     return f"[yellow]away: {', '.join(services)}[/]; {meanwhile}"
 
 
-def step_line(record: StepRecord, total: int) -> str:
+def step_line(record: pb.StepRecord, total: int) -> str:
     """A finished step as one line of text."""
     rate = record.response_tokens / record.rollout_s if record.rollout_s else 0.0
     rounds = Counter(record.arm_rounds)

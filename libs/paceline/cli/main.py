@@ -89,10 +89,11 @@ def serve(
     from paceline.cli.run_files import found_models
 
     spec = service_named(service)
+    trained = drafter and drafter_directory(drafter)
     given = {
         "model": model and model_directory(model, command.say).resolve(),
         "engine.kind": engine,
-        "drafter": drafter and _drafter(drafter),
+        "drafter": trained.resolve() if trained else drafter,
         "addresses.http": http_port is not None and f"{loopback()}:{http_port}",
         f"addresses.{spec.address_key}": grpc_port is not None and f"{loopback()}:{grpc_port}",
     }
@@ -105,12 +106,6 @@ def serve(
     flags = ["--print-config"] if print_config else []
     flags += ["--gateway", str(gateway)] if gateway else []
     command.become(spec.module, *spec.arguments, *files, *flags, *settings)
-
-
-def _drafter(value: str) -> str:
-    """A directory as an absolute path; a name or "package.module:KIND" unchanged."""
-    directory = drafter_directory(value)
-    return str(directory.resolve()) if directory else value
 
 
 @app.command()

@@ -26,7 +26,7 @@ from starlette.routing import Route
 from paceline.addresses import loopback
 from paceline.cli import access, report, run_files
 from paceline.cli.active import read_figures
-from paceline.cli.watch import RunState, follow
+from paceline.cli.live import RunState, follow
 from paceline.config import ServiceConfig
 from paceline.config.load import load_config
 from paceline.errors import DataLoss, PacelineError

@@ -1,19 +1,25 @@
-"""Checks a run's demands on its machine before the start: slots, ranks, memory."""
+"""Writes the settings of a run: `paceline init`. Checks its demands on its machine before the
+start: slots, ranks, memory.
+"""
 
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paceline.arm_names import OFF
-from paceline.errors import ConfigError, PacelineError
-from paceline.local import memory_plan, processes, run_settings
-from paceline.local.memory_plan import ServicePlan
-from paceline.models.config import ModelConfig, read_config
-from paceline.speculators.kinds import inner_layers_read
+from jinja2 import Environment, StrictUndefined
 
+from paceline.cli.run_files import found_models
+from paceline.config import load
+from paceline.errors import ConfigError
+from paceline.local import checks, processes, services
+from paceline.local.memory_plan import check_memory
+from paceline.tasks.file import TaskFile
+from paceline.whole_files import write_whole
+
+_TEMPLATE = Path(__file__).with_name("run.toml")
 _NVIDIA_SMI_S = 20.0
 _GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Device files of GPU drivers; they exist even if the drivers' tools are not on PATH."""
@@ -48,11 +54,11 @@ def plan_run(
 
     Raises ConfigError if slots and ranks conflict, or if a GPU is too small.
     """
-    found = run_settings.settings_of_run(files, overrides)
+    found = services.settings_of_run(files, overrides)
     gateway, policy, coordinator = (
         found[name] for name in ("gateway", "policy_trainer", "coordinator")
     )
-    on_gpus = run_settings.gpu_settings(found)
+    on_gpus = services.gpu_settings(found)
     if gpus is None:
         gpus = gpu_bytes() if not elsewhere and (policy.device != "cpu" or on_gpus) else []
         if on_gpus and not (gpus or elsewhere or any(Path(one).exists() for one in _GPU_FILES)):
@@ -62,10 +68,15 @@ def plan_run(
     leased = coordinator.learner_slots or slots
     ranks = _policy_ranks(policy.ranks, leased, leased if elsewhere and on_gpus else len(gpus))
     _check_slots(found, ranks, slots, len(gpus))
-    _check_profiles(gateway.engine, coordinator.profiles)
+    if coordinator.profiles and gateway.engine.kind == "sglang":
+        raise ConfigError(
+            "SGLang keeps the profile that it was started with; unset coordinator.profiles",
+            seen="gateway.engine.kind=sglang",
+            allowed="embedded",
+        )
     _check_correction(gateway, policy, coordinator.profiles)
     start_s = max(gateway.engine.ready_deadline_s, policy.start_deadline_s)
-    lines = _memory(found, ranks, gpus)
+    lines = [check_memory(found, ranks, gpus)]
     return Checked(lines, _derived(found, ranks), start_s, coordinator.steps)
 
 
@@ -120,11 +131,8 @@ def _derived(found: Mapping[str, Any], ranks: int) -> list[str]:
     Raises ConfigError if the gateway writes no trajectories, or if the trainer would drop groups
     that were rolled out for training.
     """
-    gateway, policy, lag = (
-        found["gateway"],
-        found["policy_trainer"],
-        found["coordinator"].policy_lag,
-    )
+    gateway, policy = found["gateway"], found["policy_trainer"]
+    lag = found["coordinator"].policy_lag
     if gateway.trajectories is False:
         raise ConfigError(
             "a run needs the trajectories of its gateway",
@@ -148,18 +156,6 @@ def _derived(found: Mapping[str, Any], ranks: int) -> list[str]:
     return [setting for setting, needed in derived.items() if needed]
 
 
-def _check_profiles(engine: Any, profiles: Sequence[str]) -> None:
-    """Raises ConfigError if the engine cannot switch to the profiles that an operator may
-    choose.
-    """
-    if profiles and engine.kind == "sglang":
-        raise ConfigError(
-            "SGLang keeps the profile that it was started with; unset coordinator.profiles",
-            seen=f"gateway.engine.kind={engine.kind}",
-            allowed="embedded",
-        )
-
-
 def _check_correction(gateway: Any, policy: Any, profiles: Sequence[str]) -> None:
     """Raises ConfigError if tokens may be drawn in coarser numbers than in training, without a
     correction. The policy then drifts until it collapses.
@@ -176,10 +172,8 @@ def _check_correction(gateway: Any, policy: Any, profiles: Sequence[str]) -> Non
     elif profiles:
         drawn, settings = "+".join(profiles), [f"coordinator.profiles={[*profiles]}"]
     elif policy.publish_dtype != "float32":
-        drawn, settings = (
-            policy.publish_dtype,
-            [f"policy_trainer.publish_dtype={policy.publish_dtype}"],
-        )
+        drawn = policy.publish_dtype
+        settings = [f"policy_trainer.publish_dtype={drawn}"]
     correction = policy.algorithm.correction
     if drawn in ("float32", policy.compute_dtype) or correction.corrects:
         return
@@ -191,72 +185,6 @@ def _check_correction(gateway: Any, policy: Any, profiles: Sequence[str]) -> Non
             allowed="weight=token or sequence, keep=band or geometric, bypass=true, or "
             "required=false to measure the effect",
         )
-
-
-def _memory(found: Mapping[str, Any], ranks: int, gpus: Sequence[int]) -> list[str]:
-    """A sentence on the run's memory, with a warning if it may run short. Raises ConfigError if a
-    GPU is too small.
-    """
-    gateway, policy, drafter, coordinator = (
-        found[name] for name in ("gateway", "policy_trainer", "drafter_trainer", "coordinator")
-    )
-    on_gpus = gateway.engine.kind == "sglang" and gateway.engine.sglang.device != "cpu" and gpus
-    try:
-        model = read_config(gateway.model_dir, experts=gateway.engine.kind == "sglang")
-    except PacelineError as error:
-        return [f"memory is unknown: {error}"]  # the service reports the model's fault
-    engine = _engine_plan(gateway, model, min(gpus) if on_gpus else 0)
-    if model.experts:
-        return [f"memory: {engine}; a model with experts is served and not trained"]
-    # A row is as long as the longest trajectory of its step.
-    tokens = max(policy.tokens_per_micro_batch, gateway.engine.max_sequence_tokens)
-    learner = memory_plan.policy_plan(model, policy, ranks, tokens)
-    trainer = memory_plan.drafter_plan(
-        model, ranks=drafter.ranks, tokens=drafter.max_micro_batch_tokens
-    )
-    if on_gpus and drafter.device == "cuda":
-        apart = [[engine, trainer], [learner]]
-        sharing = apart if coordinator.learner_slots else [[engine, learner, trainer]]
-        return [memory_plan.check_gpus(sharing, min(gpus))]
-    plans = (engine, learner, trainer)
-    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    needed = sum(one.devices * one.total for one in plans)
-    verdict = "memory may run short" if needed > ram else "memory"
-    sizes = f"{memory_plan.format_size(needed)} of {memory_plan.format_size(ram)}"
-    return [f"{verdict}: {sizes} ({', '.join(map(str, plans))})"]
-
-
-def _engine_plan(gateway: Any, model: ModelConfig, gpu: int) -> ServicePlan:
-    """The memory of the engine's workers. `gpu`: bytes of a GPU of SGLang; 0: without GPUs."""
-    engine, workers, item = gateway.engine, gateway.worker_count, memory_plan.ITEM
-    if engine.kind == "sglang":
-        own = engine.sglang
-        memory_plan.check_experts(model, own.tensor_parallel_size, own.expert_parallel_size)
-        own.check_dtype(engine.dtype)
-        own.check_model(model.experts)
-        if gpu:
-            return memory_plan.sglang_plan(
-                model,
-                workers=workers,
-                tensor_parallel=own.tensor_parallel_size,
-                item=item[engine.dtype],
-                pool=int(own.memory_fraction * gpu),
-                saver=own.memory_saver,
-            )
-    embedded = engine.kind == "embedded"
-    drafters = (gateway.drafter, *engine.embedded.more_drafters)
-    inner = gateway.features.layers or inner_layers_read(drafters, model.num_layers)
-    keeps_states = embedded and (gateway.trajectories or set(drafters) - {OFF})
-    return memory_plan.embedded_plan(
-        model,
-        workers=workers,
-        sequences=engine.max_batch + (engine.embedded.prefix_slots if embedded else 0),
-        tokens=min(engine.max_sequence_tokens, model.max_position_embeddings),
-        item=item[engine.dtype],
-        states=1 + len(inner) if keeps_states else 0,
-        drafter=embedded and gateway.drafter != OFF,
-        matrix_item=1 if engine.profile else 0,  # every profile has eight bits
-    )
 
 
 def gpu_bytes() -> list[int]:
@@ -275,3 +203,39 @@ def gpu_bytes() -> list[int]:
     except (subprocess.SubprocessError, OSError):
         return []  # the tool exists without a driver
     return [int(line) << 20 for line in done.stdout.split() if line.isdigit()]
+
+
+def write_settings(
+    file: Path, model: str, given: Mapping[str, Any], say: Callable[[str], None] = print
+) -> Checked:
+    """Writes a commented TOML for a run that trains this model, and returns the run's plan.
+
+    `model`: a directory or a Hub id. `given`: the task files `tasks` and `heldout`, the `reward`,
+    and `agents`: external agents claim the tasks, or bring their own without `tasks`. `say`
+    receives progress lines of downloads.
+
+    Raises ConfigError if the file exists or the settings cannot work, TaskFileError if tasks cannot
+    be read.
+    """
+    if file.exists():
+        raise ConfigError("this file is there already", seen=file, allowed="another name")
+    for name in ("tasks", "heldout"):
+        if given[name]:
+            TaskFile(given[name])
+    markup = Environment(  # noqa: S701  the result is TOML
+        trim_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True
+    )
+    markup.filters["quote"] = lambda value: load.toml_value(
+        str(value) if isinstance(value, Path) else value
+    )
+    template = markup.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    names = {"file": file, "name": file.stem, "workers": processes.usable_cores()}
+    write_whole(file, template.render(**names, model=model, **given))
+    try:
+        models = found_models([file], [], say)
+        checked = plan_run([file], models)
+        found = next((one.partition("=")[2] for one in models), model)
+        return checked._replace(lines=[*checked.lines, *checks.check_reading(Path(found))])
+    except ConfigError:
+        file.unlink()
+        raise

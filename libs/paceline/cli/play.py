@@ -11,13 +11,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from paceline.cli import command, live, report, run_files, watch
+from paceline.cli import command, live, report, run_files
 from paceline.cli.plan import Checked, plan_run
-from paceline.cluster.order import START_AGAIN
+from paceline.cluster.keeper import START_AGAIN
 from paceline.config import ServiceConfig
 from paceline.config.load import load_config
 from paceline.errors import ConfigError, DataLoss, PacelineError, Unavailable
-from paceline.local import launch, owner, tokens
+from paceline.local import launch, processes, tokens
 from paceline.local.patience import patient
 from paceline.local.supervisor import Supervisor, run_launches
 from paceline.streams import LedgerCount
@@ -26,7 +26,6 @@ EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 _RESUMES = 3
 """Maximum automatic resumes of a run."""
 _LAST_FACT_S = 2.0
-_REFRESHED_S = 0.25
 _STOPPED_S = 5.0
 """Seconds to read the journal of an interrupted run."""
 _AFTER_ITS_OWN_S = 30.0
@@ -66,10 +65,8 @@ async def play(run: Play, console: Console, *, as_json: bool) -> int:
     player = _Player(run, config, plan, view)
     code = EXIT_FAILED
     try:
-        if await player.play():
-            code = 0
-        else:
-            code = EXIT_INTERRUPTED
+        code = 0 if await player.play() else EXIT_INTERRUPTED
+        if code:
             view.show_line("stopped; no process is left")
     except PacelineError as error:
         message = str(error)
@@ -159,17 +156,15 @@ class _Player:
         run, settings = self._run, self._config.run
         given = self._config, run.settings, overrides
         if run.launcher.kind == command.LOCAL:
-            yield (
-                Supervisor(
-                    run_launches(*given),
-                    run.files.directory,
-                    on_event=self._show_event,
-                    health_s=self._health_s,
-                    heartbeat_s=settings.heartbeat_s,
-                    hung_s=settings.hung_s,
-                ),
-                [],
+            supervisor = Supervisor(
+                run_launches(*given),
+                run.files.directory,
+                on_event=self._show_event,
+                health_s=self._health_s,
+                heartbeat_s=settings.heartbeat_s,
+                hung_s=settings.hung_s,
             )
+            yield supervisor, []
             return
         from paceline.cluster.launcher import RunOnCluster, on_cluster
         from paceline.cluster.nodes import pools_of
@@ -228,19 +223,10 @@ class _Player:
 
     async def _follow(self) -> None:
         """Shows the run's facts. If they fail, the view freezes and the run continues."""
-
-        async def refresh() -> None:
-            while True:
-                self._view.refresh()
-                await asyncio.sleep(_REFRESHED_S)
-
-        refreshing = asyncio.create_task(refresh())
         try:
-            await watch.follow(self._config, self._view.state)
+            await live.follow(self._config, self._view.state)
         except PacelineError as error:
             self._view.show_line(f"the view lost the run: {error}")
-        finally:
-            refreshing.cancel()
 
 
 @contextmanager
@@ -281,7 +267,7 @@ async def run_up(
     run = run_files.files_of(load_config(ServiceConfig, "local", settings, overrides))
     words = [word for path in files for word in ("--config", str(path))]
     again = shlex.join(["paceline", "up", *launcher.words, *words, *overrides])
-    with owner.owned(run.directory, owner.SUPERVISOR):
+    with processes.owned(run.directory, processes.SUPERVISOR):
         if run.config not in settings:
             run_files.note_settings(run, settings, overrides)
         playing = Play(run, settings, overrides, again, launcher)
@@ -300,7 +286,7 @@ async def run_demo(
     out = [] if options.out == Path("runs") else ["--out", str(options.out)]
     words = ["--resume", files.run_id, "--steps", str(options.steps), *out, *launcher.words]
     again = shlex.join(["paceline", "demo", *words])
-    with owner.owned(files.directory, owner.SUPERVISOR):
+    with processes.owned(files.directory, processes.SUPERVISOR):
         run_files.configure_run(files, options)
         playing = Play(files, [files.config], (), again, launcher)
         return await play(playing, console, as_json=as_json)

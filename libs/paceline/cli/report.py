@@ -1,4 +1,4 @@
-"""Writes the results of a run: `paceline report`."""
+"""Writes the results of a run: `paceline report`. Prints a step's critical path: `paceline why`."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,13 +14,14 @@ from paceline.cli import access, run_files
 from paceline.config import ServiceConfig
 from paceline.config.load import load_config
 from paceline.errors import FailedPrecondition
-from paceline.local import owner, patience, services, supervisor
+from paceline.local import patience, processes, services, supervisor
 from paceline.local.redis import launcher, resolved
 from paceline.report import audit, html, journal
 from paceline.report.charts import duration
 from paceline.report.samples import newest_samples, read_samples, write_samples
 from paceline.report.spans import read_report, read_spans
 from paceline.report.summary import Summary, summarize
+from paceline.report.why import explain
 from paceline.streams import Ledger, LedgerCount, connect
 from paceline.whole_files import write_whole
 
@@ -119,12 +120,13 @@ async def report_run(run: str | None, settings: Sequence[Path], console: Console
     directory = access.directory_of(run, settings)
     config = load_config(ServiceConfig, "local", [directory / "config.toml"])
     files = run_files.files_of(config)
-    ledger = await _read(config, files)
-    print_results(write_results(files, ledger, _known_pids(files)), files, console)
+    ledger = await _read_ledger(config, files)
+    kept = json.loads(files.summary.read_bytes()) if files.summary.is_file() else {}
+    print_results(write_results(files, ledger, kept.get("pids", {})), files, console)
     return 0
 
 
-async def _read(config: ServiceConfig, files: run_files.RunFiles) -> LedgerCount:
+async def _read_ledger(config: ServiceConfig, files: run_files.RunFiles) -> LedgerCount:
     """Reads journal and ledger from the running Redis, or from a temporary server over the run's
     files.
     """
@@ -132,7 +134,7 @@ async def _read(config: ServiceConfig, files: run_files.RunFiles) -> LedgerCount
         return await collect(config, files)
     with ExitStack() as stack:
         try:
-            stack.enter_context(owner.owned(files.directory, owner.SUPERVISOR))
+            stack.enter_context(processes.owned(files.directory, processes.SUPERVISOR))
         except FailedPrecondition:
             return await collect(config, files)  # the run is active
         words = ["--config", str(files.config)]
@@ -150,14 +152,32 @@ def _serves(config: ServiceConfig) -> bool:
     if ours is None:
         return True  # an external server
     try:
-        with owner.owned(ours.directory.parent, ours.directory.name):
+        with processes.owned(ours.directory.parent, ours.directory.name):
             return False
     except FailedPrecondition:
         return True
 
 
-def _known_pids(files: run_files.RunFiles) -> dict[str, int]:
-    if not files.summary.is_file():
-        return {}
-    kept: dict[str, Any] = json.loads(files.summary.read_text(encoding="utf-8"))
-    return dict(kept.get("pids", {}))
+_LEAST_SHARE = 0.005
+"""Parts below this share of the step are left out."""
+
+
+def show_why(run: str, step: int | None, console: Console) -> None:
+    """Prints the main cause and the parts of a step; None: of the slowest step.
+
+    Raises NotFound for an absent run or step.
+    """
+    config = load_config(ServiceConfig, "local", [access.run_directory(run) / "config.toml"])
+    found = explain(run_files.files_of(config).spans, step)
+    console.print(found.cause, highlight=False, markup=False)
+    table = Table("edge", "span")
+    beside = (f"median of {found.peers}", "more") if found.peers else ()
+    for name in ("s", "share", *beside):
+        table.add_column(name, justify="right")
+    for part in found.parts:
+        if part.seconds >= _LEAST_SHARE * found.seconds:
+            cells = [f"{part.seconds:.3f}", f"{part.seconds / found.seconds:.1%}"]
+            if part.median_s is not None:
+                cells += [f"{part.median_s:.3f}", f"{part.more_s:+.3f}"]
+            table.add_row(part.edge, part.name, *cells)
+    console.print(table)

@@ -110,16 +110,32 @@ def repository_root() -> Path:
 
 
 def find_run(options: DemoOptions) -> RunFiles:
-    """The files of the run to resume, or of a new run.
+    """The files of the run to resume, or of a new run in a directory with the lowest free number.
 
     Raises NotFound if the demo's files or the run are absent, ConfigError if the directory cannot
     be made.
     """
-    out = options.out.absolute()
-    if options.resume is not None:
-        return _existing_run(out, options.resume)
+    out, run_id = options.out.absolute(), options.resume
+    if run_id is not None:
+        if not re.fullmatch(RUN_ID, run_id) or not (out / run_id / "config.toml").is_file():
+            known = ", ".join(sorted(path.parent.name for path in out.glob("*/config.toml")))
+            raise NotFound(
+                f"no run of this id in {out}", seen=run_id, allowed=known or "no runs there yet"
+            )
+        return RunFiles(run_id, out / run_id)
     repository_root()
-    return _new_run(out, options.seed)
+    for number in itertools.count(1):
+        files = RunFiles(f"demo-{options.seed}-{number}", out / f"demo-{options.seed}-{number}")
+        try:
+            files.directory.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ConfigError(
+                f"the run's directory cannot be made: {error.strerror}", seen=files.directory
+            ) from error
+        break
+    return files
 
 
 def configure_run(files: RunFiles, options: DemoOptions) -> None:
@@ -144,36 +160,6 @@ def configure_run(files: RunFiles, options: DemoOptions) -> None:
     ):
         load.merge(tree, part)
     load.write_tables(files.config, tree)
-
-
-def _existing_run(out: Path, run_id: str) -> RunFiles:
-    files = RunFiles(run_id, out / run_id)
-    if not re.fullmatch(RUN_ID, run_id) or not files.config.is_file():
-        found = (
-            sorted(path.parent.name for path in out.glob("*/config.toml")) if out.is_dir() else []
-        )
-        raise NotFound(
-            f"no run of this id in {out}",
-            seen=run_id,
-            allowed=", ".join(found) or "no runs there yet",
-        )
-    return files
-
-
-def _new_run(out: Path, seed: int) -> RunFiles:
-    """The files of a run with the lowest free number, in a new directory."""
-    for number in itertools.count(1):
-        files = RunFiles(f"demo-{seed}-{number}", out / f"demo-{seed}-{number}")
-        try:
-            files.directory.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise ConfigError(
-                f"the run's directory cannot be made: {error.strerror}", seen=files.directory
-            ) from error
-        break
-    return files
 
 
 def _variant(options: DemoOptions) -> load.Tree:
@@ -209,10 +195,10 @@ def _placement(files: RunFiles) -> load.Tree:
     A user's $REDIS_URL is stored, so that a resume without the variable uses the same server.
     """
     own = os.environ.get("REDIS_URL")
-    services = ("coordinator", "gateway", "policy_trainer", "drafter_trainer", "http")
-    ports = iter(free_ports(len(services) + 1))
-    addresses = {name: f"{loopback()}:{next(ports)}" for name in services}
-    addresses["events"] = f"tcp://{loopback()}:{next(ports)}"
+    services = ("coordinator", "gateway", "policy_trainer", "drafter_trainer", "http", "events")
+    ports = zip(services, free_ports(len(services)), strict=True)
+    addresses = {name: f"{loopback()}:{port}" for name, port in ports}
+    addresses["events"] = f"tcp://{addresses['events']}"
     return {
         "run": {"id": files.run_id, "dir": str(files.directory)},
         "redis": dict.fromkeys(("durable_url", "features_url"), own) if own else {},
@@ -223,14 +209,12 @@ def _placement(files: RunFiles) -> load.Tree:
 
 def _rooted(tree: load.Tree, root: Path) -> load.Tree:
     """The settings with absolute paths for files of the repository."""
-    rooted: load.Tree = {}
+    rooted = dict(tree)
     for key, value in tree.items():
         if isinstance(value, dict):
             rooted[key] = _rooted(value, root)
         elif isinstance(value, str) and "/" in value and (root / value).exists():
             rooted[key] = str(root / value)
-        else:
-            rooted[key] = value
     return rooted
 
 
@@ -240,19 +224,14 @@ def parse_override(text: str) -> load.Tree:
     Raises ConfigError if the key's section is unknown to all services.
     """
     key, equals, raw = text.partition("=")
-    parts = key.strip().split(".")
-    if not equals or len(parts) < 2 or parts[0] not in (*SHARED_SECTIONS, *SERVICE_SECTIONS):
+    parts, sections = key.strip().split("."), (*SHARED_SECTIONS, *SERVICE_SECTIONS)
+    if not equals or len(parts) < 2 or parts[0] not in sections:
         raise ConfigError(
             "an override of a whole run names its section",
             seen=text,
-            allowed=f"<section>.<key>=<value> with one of "
-            f"{', '.join((*SHARED_SECTIONS, *SERVICE_SECTIONS))}",
+            allowed=f"<section>.<key>=<value> with one of {', '.join(sections)}",
         )
     return load.nested(key.strip(), load.value_of(raw))
-
-
-SECTIONS = ("gateway", "policy_trainer", "drafter_trainer")
-"""Sections with a `model` setting."""
 
 
 def found_models(
@@ -262,12 +241,10 @@ def found_models(
 
     Raises as `model_directory`.
     """
-    tree = merged(files, overrides)
-    sections = {name: tree.get(name) for name in SECTIONS}
-    models = {
-        name: str(section.get("model", "")) if isinstance(section, dict) else ""
-        for name, section in sections.items()
-    }
-    hub_ids = dict.fromkeys(model for model in models.values() if is_hub_id(model))
-    found = {model: model_directory(model, say) for model in hub_ids}
-    return [f"{name}.model={found[model]}" for name, model in models.items() if model in found]
+    tree, models = merged(files, overrides), {}
+    for name in ("gateway", "policy_trainer", "drafter_trainer"):
+        section = tree.get(name)
+        if isinstance(section, dict) and is_hub_id(model := str(section.get("model", ""))):
+            models[name] = model
+    found = {model: model_directory(model, say) for model in dict.fromkeys(models.values())}
+    return [f"{name}.model={found[model]}" for name, model in models.items()]

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cluster.joined import joined
-from paceline.cluster.keeper import DESERTED_S, PoolKeeper, travelling
-from paceline.cluster.kept import KeptPool
+from paceline.cluster.keeper import DESERTED_S, KeptPool, PoolKeeper, PoolOrder, travelling
 from paceline.cluster.nodes import GPU, Pool, addresses, check_room, compare, look, require_ways
-from paceline.cluster.order import PoolOrder
 from paceline.config import ServiceConfig
 from paceline.config.load import load_config
 from paceline.errors import ConfigError, DeadlineExceeded, FailedPrecondition
@@ -128,10 +126,9 @@ class _ClusterRun:
         from ray.util.placement_group import placement_group
 
         for pool in self._run.pools:
-            if pool.bundles:
-                self._groups[pool.name] = placement_group(
-                    [pool.asks], name=self._run.actor(pool.name)
-                )
+            if pool.asks:
+                name = self._run.actor(pool.name)
+                self._groups[pool.name] = placement_group([dict(pool.asks)], name=name)
         for name, group in self._groups.items():
             if not await asyncio.to_thread(group.wait, patient(_RESERVED_S)):
                 raise DeadlineExceeded(
@@ -214,16 +211,14 @@ class _ClusterRun:
         return made.remote(order)
 
     def _place(self, pool: Pool) -> dict[str, Any]:
-        from ray.util.scheduling_strategies import (
-            NodeAffinitySchedulingStrategy,
-            PlacementGroupSchedulingStrategy,
-        )
+        from ray.util import scheduling_strategies as strategies
 
         group = self._groups.get(pool.name)
         if group is None:
             own = self._ray.get_runtime_context().get_node_id()
-            return {"scheduling_strategy": NodeAffinitySchedulingStrategy(own, soft=False)}
-        return {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, 0)}
+            node = strategies.NodeAffinitySchedulingStrategy(own, soft=False)
+            return {"scheduling_strategy": node}
+        return {"scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(group, 0)}
 
     def give_back(self) -> None:
         """Kills remaining keepers and releases the slots."""

@@ -6,15 +6,14 @@ group share a node. Services that take turns on the same slots share a pool.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.addresses import spelled
 from paceline.cluster.keeper import node_address
 from paceline.config import AddressesConfig, ServiceConfig
 from paceline.errors import ConfigError
-from paceline.local.run_settings import gpu_settings, settings_of_run
-from paceline.local.services import GATEWAY, gateway_name, services_of
+from paceline.local import services
 from paceline.report.machine import versions
 from paceline.rpc.security import check_events, check_security
 
@@ -28,13 +27,7 @@ class Pool:
 
     name: str
     services: tuple[str, ...]
-    bundles: tuple[Mapping[str, float], ...] = ()  # () reserves nothing: the driver's node
-
-    @property
-    def asks(self) -> dict[str, float]:
-        """Total resources of the pool, by kind."""
-        kinds = sorted({kind for bundle in self.bundles for kind in bundle})
-        return {kind: sum(bundle.get(kind, 0.0) for bundle in self.bundles) for kind in kinds}
+    asks: Mapping[str, float] = field(default_factory=dict)  # empty: on the driver's node
 
 
 def pools_of(files: Sequence[Path], overrides: Sequence[str]) -> list[Pool]:
@@ -45,22 +38,21 @@ def pools_of(files: Sequence[Path], overrides: Sequence[str]) -> list[Pool]:
     pool for itself. Raises ConfigError for invalid
     settings.
     """
-    found = settings_of_run(files, overrides)
+    found = services.settings_of_run(files, overrides)
     gateway, coordinator = found["gateway"], found["coordinator"]
     engine = gateway.engine  # SGLang's default device counts as a GPU on a cluster
     for_sglang = engine.kind == "sglang" and engine.sglang.device != "cpu"
-    kind = GPU if for_sglang or gpu_settings(found) else CPU
-    worker = {kind: float(coordinator.slots_per_worker)}
-    rollout = (worker,) * gateway.worker_count
-    learners = ({kind: 1.0},) * coordinator.learner_slots
+    kind = GPU if for_sglang or services.gpu_settings(found) else CPU
+    rollout = {kind: float(coordinator.slots_per_worker * gateway.worker_count)}
+    learners = {kind: float(coordinator.learner_slots)}
     trainers = ("policy_trainer", "drafter_trainer")
     control = Pool(CONTROL, ("redis", "redis_features", "coordinator"))
-    if learners:
-        apart = [Pool(ROLLOUT, (GATEWAY,), rollout), Pool(POLICY, trainers, learners)]
+    if coordinator.learner_slots:
+        apart = [Pool(ROLLOUT, (services.GATEWAY,), rollout), Pool(POLICY, trainers, learners)]
     else:
-        apart = [Pool(ROLLOUT, (GATEWAY, *trainers), rollout)]
+        apart = [Pool(ROLLOUT, (services.GATEWAY, *trainers), rollout)]
     more = [
-        Pool(f"{ROLLOUT}-{number}", (gateway_name(number),), rollout)
+        Pool(f"{ROLLOUT}-{number}", (services.gateway_name(number),), rollout)
         for number in range(1, len(gateway.addresses.gateways))
     ]
     return [control, *apart, *more]
@@ -113,7 +105,7 @@ def addresses(
         return []
     found: dict[str, str | list[str]] = {}
     host_of = {name: hosts[pool.name] for pool in pools for name in pool.services}
-    for spec in services_of(len(before.gateways)):
+    for spec in services.services_of(len(before.gateways)):
         for key in filter(None, (spec.address_key, *spec.more_address_keys)):
             scheme, slashes, rest = before.of(key).rpartition("//")
             port = rest.rpartition(":")[2]
@@ -134,7 +126,7 @@ def require_ways(config: ServiceConfig) -> None:
             seen="redis.durable_url is empty",
             allowed="its URL, with a password",
         )
-    for spec in services_of(len(config.addresses.gateways)):
+    for spec in services.services_of(len(config.addresses.gateways)):
         if spec.address_key:
             check_security(config.addresses.of(spec.address_key), config.security)
     check_events(config.addresses.events, config.security)

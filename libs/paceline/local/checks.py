@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -92,6 +92,30 @@ def require_extra(extra: str, what: str) -> None:
         )
 
 
+def run_checks(
+    check: str, module: str, words: Sequence[str], limit_s: float, failure: Verdict = "warn"
+) -> list[Finding]:
+    """The findings that a module prints as a JSON list, run as a program because it imports much.
+
+    A finding of `check` with the verdict `failure` if the program fails or exceeds its limit.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", module, *words],
+            env=child_environment({"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=patient(limit_s),
+        )
+    except subprocess.TimeoutExpired:
+        return [Finding(check, failure, f"not checked: took longer than {limit_s:.0f} s")]
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return [Finding(check, failure, f"not checked: {describe_exit(done.returncode)}: {last}")]
+    return [Finding(**one) for one in json.loads(done.stdout.splitlines()[-1])]
+
+
 PROBE = "paceline.services.rollout_gateway.reading_probe"
 PROBE_S = 60.0
 """Limit of the probe, which imports transformers without torch in about two seconds."""
@@ -104,23 +128,7 @@ def reading_findings(model: Path, tokenizer: Path | None = None) -> list[Finding
     """
     if not ((tokenizer or model) / "tokenizer.json").is_file():
         return []
-    words = [sys.executable, "-m", PROBE, str(model), str(tokenizer or model)]
-    try:
-        done = subprocess.run(
-            words,
-            env=child_environment({"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=patient(PROBE_S),
-        )
-    except subprocess.TimeoutExpired:
-        return [Finding("model reading", "warn", f"not compared: took longer than {PROBE_S:.0f} s")]
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        seen = f"not compared: {describe_exit(done.returncode)}: {last}"
-        return [Finding("model reading", "warn", seen)]
-    return [Finding(**one) for one in json.loads(done.stdout.splitlines()[-1])]
+    return run_checks("model reading", PROBE, [str(model), str(tokenizer or model)], PROBE_S)
 
 
 def check_reading(model: Path, tokenizer: Path | None = None) -> list[str]:

@@ -11,12 +11,13 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
+import zmq
 
 from paceline.config import RunConfig
 from paceline.local.patience import patient
@@ -108,15 +109,15 @@ class Child:
             log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") if log is not None else nullcontext() as output:
             begins = output.tell() if output is not None else 0
-            given = {"stdin": asyncio.subprocess.DEVNULL, "stdout": output, "stderr": output}
+            given = {
+                "env": child_environment(dict(environment or {})),
+                "stdin": asyncio.subprocess.DEVNULL,
+                "stdout": output,
+                "stderr": output,
+                **options,
+            }
             process = await asyncio.create_subprocess_exec(
-                *command,
-                **{
-                    "env": child_environment(dict(environment or {})),
-                    "start_new_session": True,
-                    **given,
-                    **options,
-                },
+                *command, start_new_session=True, **given
             )
         return cls(process, log, begins, leads=True, stop_s=stop_s)
 
@@ -217,3 +218,55 @@ def _descendants(pid: int) -> list[int]:
             with suppress(OSError):
                 found += map(int, path.read_text().split())
     return found + [below for child in found for below in _descendants(child)]
+
+
+class ChildSocket:
+    """The parent's end of a child's socket, bound to an address that one child connects to.
+
+    It delivers messages in the event loop turn that reads them, without a future or a task's
+    wake-up. Use on one event loop.
+    """
+
+    def __init__(
+        self, context: zmq.Context[Any], address: str, on_message: Callable[[bytes], None]
+    ) -> None:
+        """The event loop logs an exception of `on_message`, and reading continues with the next
+        message.
+        """
+        self._socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # commands queue here while the child is busy
+        self._socket.bind(address)
+        self._on_message = on_message
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._socket.fileno(), self.read)
+        self.received = 0
+        """Messages received so far."""
+
+    def send(self, message: bytes) -> None:
+        """Send without waiting; messages to a lost child are dropped."""
+        with suppress(zmq.Again):
+            self._socket.send(message, zmq.NOBLOCK)
+        # The descriptor signals only the first waiting message, and sending may have cleared that
+        # signal.
+        self._loop.call_soon(self.read)
+
+    def read(self) -> None:
+        """Deliver one message, and schedule the next read in the next turn of the event loop. A
+        fast child must not starve the rest of the loop.
+        """
+        if self._socket.closed:
+            return
+        try:
+            message = self._socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        self.received += 1
+        self._loop.call_soon(self.read)
+        self._on_message(message)
+
+    def close(self) -> None:
+        """Stop sending and delivering."""
+        if not self._socket.closed:
+            self._loop.remove_reader(self._socket.fileno())
+            self._socket.close()

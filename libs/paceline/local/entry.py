@@ -7,7 +7,7 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import uvloop
 from rich.console import Console
@@ -16,7 +16,7 @@ from paceline import telemetry
 from paceline.config import ServiceConfig
 from paceline.config.load import load_config, print_config
 from paceline.errors import ConfigError, PacelineError, ResourceExhausted, RunFailed
-from paceline.local import checks, hung, owner, ports, processes, redis, services, tokens
+from paceline.local import checks, news, ports, processes, redis, services, tokens
 from paceline.rpc import set_malloc_thresholds
 
 _STATUSES = {
@@ -48,32 +48,19 @@ def run_service(
     error is printed as one line on stderr.
     """
 
-    def run() -> int:
-        parser = _arguments(name)
-        if numbered:
-            parser.add_argument(f"--{name}", type=int, default=0, metavar="N", help="its number")
-        arguments = parser.parse_intermixed_args(argv)
-        if extra and not arguments.print_config:
-            checks.require_extra(extra, name)
-        return _run(name, config_class, serve, arguments, numbered)
-
-    _leave(name, run)
-
-
-def _leave(name: str, run: Callable[[], int]) -> NoReturn:
     processes.die_with_parent()
     processes.keep_files_private()
     try:
-        code = run()
+        arguments = _parse_arguments(name, argv, numbered=numbered is not None)
+        if extra and not arguments.print_config:
+            checks.require_extra(extra, name)
+        code = _run(name, config_class, serve, arguments, numbered)
     except (PacelineError, ExceptionGroup) as raised:
         error = _only_error(raised)
-        Console(stderr=True, highlight=False, soft_wrap=True).print(
-            f"{name}: {error}", style="red", markup=False
-        )
-        code = next(
-            (_STATUSES[kind] for kind in _STATUSES if isinstance(error, kind)),
-            processes.EXIT_FAILED,
-        )
+        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        console.print(f"{name}: {error}", style="red", markup=False)
+        codes = (code for kind, code in _STATUSES.items() if isinstance(error, kind))
+        code = next(codes, processes.EXIT_FAILED)
     raise SystemExit(code)
 
 
@@ -92,15 +79,18 @@ def _only_error(raised: PacelineError | ExceptionGroup[Exception]) -> PacelineEr
     return raised
 
 
-def _arguments(name: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {services.service(name).module}", allow_abbrev=False
-    )
+def _parse_arguments(
+    name: str, argv: Sequence[str] | None, *, numbered: bool
+) -> argparse.Namespace:
+    program = f"python -m {services.service(name).module}"
+    parser = argparse.ArgumentParser(prog=program, allow_abbrev=False)
     option = parser.add_argument
     option("--config", type=Path, action="append", default=[], metavar="FILE", help="TOML")
     option("--print-config", action="store_true", help="print the whole configuration and exit")
     option("overrides", nargs="*", metavar="key=value", help="settings that outrank the files")
-    return parser
+    if numbered:
+        option(f"--{name}", type=int, default=0, metavar="N", help="its number")
+    return parser.parse_intermixed_args(argv)
 
 
 def _run(
@@ -117,7 +107,7 @@ def _run(
     config, process = redis.resolved(config), name
     if numbered and (number := getattr(arguments, name)):
         config, process = numbered(config, number), f"{name}-{number}"
-    with owner.owned(Path(config.run.dir), process):
+    with processes.owned(Path(config.run.dir), process):
         spec = services.service(name)
         for key in (spec.address_key, *spec.more_address_keys):
             ports.require_free(getattr(config.addresses, key), f"addresses.{key}")
@@ -143,12 +133,16 @@ def _tokens(name: str, config: ServiceConfig) -> dict[str, str]:
 
 async def _serve_until_signal(config: C, serve: Serve[C]) -> int:
     """Runs serve(). Returns the number of the signal that stopped it, or 0."""
-    stop = asyncio.Event()
-    received: list[int] = []
+    stop, received = asyncio.Event(), list[int]()
     loop = asyncio.get_running_loop()
+
+    def note_signal(number: int) -> None:
+        received.append(number)
+        stop.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, _stop, number, received, stop)
-    turning = asyncio.create_task(hung.tell_turns(config.run.hung_s))
+        loop.add_signal_handler(number, note_signal, number)
+    turning = asyncio.create_task(news.report_turns(config.run.hung_s))
     try:
         await serve(config, stop)
     finally:
@@ -157,8 +151,3 @@ async def _serve_until_signal(config: C, serve: Serve[C]) -> int:
             with suppress(ValueError):
                 loop.remove_signal_handler(number)
     return received[0] if received else 0
-
-
-def _stop(number: int, received: list[int], stop: asyncio.Event) -> None:
-    received.append(number)
-    stop.set()

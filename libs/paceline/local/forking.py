@@ -12,7 +12,6 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict
 from pathlib import Path
 
 from paceline.errors import DeadlineExceeded, ResourceExhausted, Unavailable
@@ -90,7 +89,8 @@ class Forker:
     ) -> tuple[child.Forked, int]:
         """Returns the process and the byte of its log at which its output begins."""
         whole = processes.child_environment(dict(environment))
-        order = json.dumps(asdict(ForkOrder(module, whole, os.getcwd()))).encode() + b"\n"
+        described = ForkOrder(module=module, environment=whole, directory=os.getcwd())
+        order = json.dumps(described).encode() + b"\n"
         if len(order) > ORDER_BYTES:
             raise ResourceExhausted(
                 "the environment is too long", seen=f"{len(order)} bytes", allowed=ORDER_BYTES
@@ -177,16 +177,8 @@ def listen() -> socket.socket:
     return listening
 
 
-async def answers(path: str, deadline_s: float) -> None:
-    """Waits until the forkserver has imported all modules. Raises DeadlineExceeded, Unavailable."""
-    try:
-        async with asyncio.timeout(deadline_s):
-            await _imported(path)
-    except TimeoutError as error:
-        raise DeadlineExceeded("a forkserver imports", seen=f"{deadline_s:.1f} s") from error
-
-
 async def _imported(path: str) -> None:
+    """Waits until the forkserver has imported all modules. Raises Unavailable."""
     _, _, writer = await _asked(await _connect(path), b"\n")
     writer.close()
 
@@ -199,7 +191,11 @@ def forkserver_launch(modules: Sequence[str]) -> launch.Launch:
     path: str = listening.getsockname()
 
     async def healthy(deadline_s: float) -> None:
-        await answers(path, deadline_s)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await _imported(path)
+        except TimeoutError as error:
+            raise DeadlineExceeded("a forkserver imports", seen=f"{deadline_s:.1f} s") from error
 
     return launch.Launch(
         "forkserver",

@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import NoReturn, TypedDict
 
 from setproctitle import setproctitle
 
@@ -36,16 +36,12 @@ _READ_BYTES = 1 << 16
 _OWN = {signal.SIGINT, signal.SIGTERM}
 
 
-@dataclass(frozen=True, slots=True)
-class ForkOrder:
+class ForkOrder(TypedDict):
     """The description of a new process; one line of JSON."""
 
-    module: str
-    """Module with the main() to run."""
-    environment: Mapping[str, str]
-    """The complete environment."""
-    directory: str
-    """The working directory."""
+    module: str  # with the main() to run
+    environment: dict[str, str]  # the complete environment
+    directory: str  # the working directory
 
 
 @dataclass(slots=True)
@@ -68,17 +64,13 @@ def main() -> NoReturn:
     modules = sys.argv[1:]
     os.environ["SPT_NOENV"] = "1"  # keeps a new title from overwriting the visible environment
     setproctitle(f"python -m {__spec__.name}")  # omits the modules, by which users find the forks
-    _import(modules)
-    parent = os.getpid()
-    order, outputs, safe = _Server(socket.socket(fileno=0)).next_fork()
-    _become(order, outputs, parent, modules if safe else ())
-
-
-def _import(modules: Sequence[str]) -> None:
     with importing.uncollected():
         for module in modules:
             with suppress(Exception, SystemExit):  # the fork imports it again, and fails
                 importlib.import_module(module)
+    parent, imported = os.getpid(), modules if _is_safe_to_fork() else ()
+    order, outputs = _Server(socket.socket(fileno=0)).next_fork()
+    _become(order, outputs, parent, imported)
 
 
 class _Server:
@@ -99,11 +91,10 @@ class _Server:
         self._poll.register(listening, select.POLLIN)
         self._poll.register(self._woken, select.POLLIN)
 
-    def next_fork(self) -> tuple[ForkOrder, list[int], bool]:
-        """Serves orders until a fork; returns in each fork only.
+    def next_fork(self) -> tuple[ForkOrder, list[int]]:
+        """Serves orders until a fork; returns its order and output files, in each fork only.
 
-        Returns its order, its output files, and whether the fork can safely continue. After SIGTERM
-        the server exits once its last process has ended.
+        After SIGTERM the server exits once its last process has ended.
         """
         while not self._ending or any(one.pid for one in self._connections.values()):
             heard = [number for number, _ in self._poll.poll()]
@@ -114,10 +105,10 @@ class _Server:
                     self._accept()
                 elif number not in self._connections:  # it has just ended
                     continue
-                elif order := self._heard(connection := self._connections[number]):
-                    safe = _is_safe_to_fork()
-                    if self._forked(connection):
-                        return order, connection.outputs, safe
+                elif (
+                    order := self._heard(connection := self._connections[number])
+                ) and self._forked(connection):
+                    return order, connection.outputs
         raise SystemExit(0)
 
     def _end(self, *_: object) -> None:
@@ -146,9 +137,8 @@ class _Server:
             connection.order = b""
             connection.tell(pid=os.getpid())
         elif not connection.pid and connection.order.endswith(b"\n"):
-            with suppress(ValueError, TypeError):
-                return ForkOrder(**json.loads(connection.order))
-            self._drop(connection)
+            order: ForkOrder = json.loads(connection.order)
+            return order
         return None
 
     def _forked(self, connection: _Connection) -> bool:
@@ -218,9 +208,10 @@ def _become(
 
     `imported`: modules that this fork can run without a new start.
     """
-    anew = order.module not in imported or _starts_otherwise(order)
+    module, environment = order["module"], order["environment"]
+    changed = _python_variables(environment) != _python_variables(os.environ)
     os.environ.clear()
-    os.environ.update({**order.environment, processes.PARENT_VARIABLE: str(parent)})
+    os.environ.update({**environment, processes.PARENT_VARIABLE: str(parent)})
     processes.die_with_parent()
     if os.getppid() != parent:  # the parent died before prctl
         os._exit(1)
@@ -231,12 +222,12 @@ def _become(
     for output, number in zip(outputs, (1, 2), strict=True):
         os.dup2(output, number)
         os.close(output)
-    os.chdir(order.directory)
-    if anew:
-        _execute(order.module)
-    sys.argv = [order.module]
-    setproctitle(f"python -m {order.module}")
-    status: int | None = importlib.import_module(order.module).main()
+    os.chdir(order["directory"])
+    if changed or module not in imported:
+        os.execv(sys.executable, [sys.executable, "-m", module])  # noqa: S606 - no shell is meant
+    sys.argv = [module]
+    setproctitle(f"python -m {module}")
+    status: int | None = importlib.import_module(module).main()
     _leave_at_once(status or 0)  # as sys.exit does
 
 
@@ -251,17 +242,8 @@ def _leave_at_once(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _execute(module: str) -> NoReturn:
-    os.execv(sys.executable, [sys.executable, "-m", module])  # noqa: S606 - no shell is meant
-
-
-def _starts_otherwise(order: ForkOrder) -> bool:
-    """Whether the order's PYTHON* variables differ from this process's."""
-
-    def read(environment: Mapping[str, str]) -> dict[str, str]:
-        return {name: value for name, value in environment.items() if name.startswith("PYTHON")}
-
-    return read(order.environment) != read(os.environ)
+def _python_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith("PYTHON")}
 
 
 def _is_safe_to_fork() -> bool:

@@ -4,12 +4,15 @@ The estimate includes weights, gradients, Adam's two moments, keys and values, a
 for backward. Model sizes are from config.json.
 """
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.errors import ConfigError
-from paceline.models.config import ModelConfig
+from paceline.arm_names import OFF
+from paceline.errors import ConfigError, PacelineError
+from paceline.models.config import ModelConfig, read_config
+from paceline.speculators.kinds import inner_layers_read
 
 ITEM = {"float32": 4, "bfloat16": 2}
 FLOAT = 4
@@ -40,6 +43,39 @@ class ServicePlan:
 
     def __str__(self) -> str:
         return f"{self.service} {self.devices} x {format_size(self.total)}"
+
+
+def check_memory(found: Mapping[str, Any], ranks: int, gpus: Sequence[int]) -> str:
+    """A sentence on a run's memory, with a warning if it may run short.
+
+    `found`: settings by service. `gpus`: bytes of each GPU. Raises ConfigError if a GPU is too
+    small.
+    """
+    gateway, policy, drafter = (
+        found[name] for name in ("gateway", "policy_trainer", "drafter_trainer")
+    )
+    sglang = gateway.engine.kind == "sglang"
+    on_gpus = sglang and gateway.engine.sglang.device != "cpu" and gpus
+    try:
+        model = read_config(gateway.model_dir, experts=sglang)
+    except PacelineError as error:
+        return f"memory is unknown: {error}"  # the service reports the model's fault
+    engine = engine_plan(model, gateway, min(gpus) if on_gpus else 0)
+    if model.experts:
+        return f"memory: {engine}; a model with experts is served and not trained"
+    # A row is as long as the longest trajectory of its step.
+    tokens = max(policy.tokens_per_micro_batch, gateway.engine.max_sequence_tokens)
+    learner = policy_plan(model, policy, ranks, tokens)
+    trainer = drafter_plan(model, ranks=drafter.ranks, tokens=drafter.max_micro_batch_tokens)
+    plans = (engine, learner, trainer)
+    if on_gpus and drafter.device == "cuda":
+        apart = found["coordinator"].learner_slots
+        return check_gpus([[engine, trainer], [learner]] if apart else [plans], min(gpus))
+    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed = sum(one.devices * one.total for one in plans)
+    verdict = "memory may run short" if needed > ram else "memory"
+    sizes = f"{format_size(needed)} of {format_size(ram)}"
+    return f"{verdict}: {sizes} ({', '.join(map(str, plans))})"
 
 
 def check_gpus(sharing: Sequence[Sequence[ServicePlan]], device_bytes: int) -> str:
@@ -103,46 +139,64 @@ def layer_parameters(model: ModelConfig) -> int:
     return model.hidden_size * (heads + 3 * inner)
 
 
-def embedded_plan(
-    model: ModelConfig,
-    *,
-    workers: int,
-    sequences: int,
-    tokens: int,
-    item: int,
-    states: int,
-    drafter: bool,
-    matrix_item: int = 0,
-) -> ServicePlan:
-    """Memory of the embedded engine's workers.
+def embedded_parts(
+    model: ModelConfig, cells: int, item: int, *, states: int, drafter: bool, matrix_item: int = 0
+) -> dict[str, int]:
+    """Memory of a worker of the embedded engine, by content.
 
-    Each worker holds `sequences` of `tokens` tokens, running or kept, and `states` hidden states
-    per token. Its drafter has one layer of the model's size. `item`: bytes per number;
-    `matrix_item`: bytes per number in layer matrices, if not 0.
+    It holds `cells` tokens, running or kept, with `states` hidden states each. Its drafter has one
+    layer of the model's size. `item`: bytes per number; `matrix_item`: bytes per number in layer
+    matrices, if not 0.
     """
-    matrices, cells = model.num_layers * layer_parameters(model), sequences * tokens
     one = layer_parameters(replace(model, experts=0, experts_per_token=0))
     own = one + 2 * model.hidden_size**2 + cells * model.kv_width
-    parts = {
-        "weights": item * embedding_parameters(model) + (matrix_item or item) * matrices,
+    matrices = (matrix_item or item) * model.num_layers * layer_parameters(model)
+    return {
+        "weights": item * embedding_parameters(model) + matrices,
         "keys and values": item * cells * model.num_layers * model.kv_width,
         "hidden states": item * cells * states * model.hidden_size,
         "token ids": TOKEN_ID * cells,
         "drafter": item * own if drafter else 0,
     }
-    return ServicePlan("gateway", workers, parts)
 
 
-def sglang_plan(
-    model: ModelConfig, *, workers: int, tensor_parallel: int, item: int, pool: int, saver: bool
-) -> ServicePlan:
-    """Memory of SGLang workers that use `pool` bytes of each GPU. Raises ConfigError if the weights
-    leave no room for keys and values.
+def engine_plan(model: ModelConfig, gateway: Any, gpu: int) -> ServicePlan:
+    """Memory of the engine's workers, for the settings of a gateway. `gpu`: bytes of a GPU of
+    SGLang; 0: without GPUs. Raises ConfigError if SGLang cannot serve the model in this way.
     """
+    engine, embedded = gateway.engine, gateway.engine.kind == "embedded"
+    if engine.kind == "sglang":
+        own = engine.sglang
+        check_experts(model, own.tensor_parallel_size, own.expert_parallel_size)
+        own.check_dtype(engine.dtype)
+        own.check_model(model.experts)
+        if gpu:
+            return sglang_plan(model, gateway, gpu)
+    drafters = (gateway.drafter, *engine.embedded.more_drafters)
+    inner = gateway.features.layers or inner_layers_read(drafters, model.num_layers)
+    keeps_states = embedded and (gateway.trajectories or set(drafters) - {OFF})
+    sequences = engine.max_batch + (engine.embedded.prefix_slots if embedded else 0)
+    parts = embedded_parts(
+        model,
+        sequences * min(engine.max_sequence_tokens, model.max_position_embeddings),
+        ITEM[engine.dtype],
+        states=1 + len(inner) if keeps_states else 0,
+        drafter=embedded and gateway.drafter != OFF,
+        matrix_item=1 if engine.profile else 0,  # every profile has eight bits
+    )
+    return ServicePlan("gateway", gateway.worker_count, parts)
+
+
+def sglang_plan(model: ModelConfig, gateway: Any, gpu: int) -> ServicePlan:
+    """Memory of SGLang's workers on GPUs of `gpu` bytes. Raises ConfigError if the weights leave no
+    room for keys and values.
+    """
+    engine = gateway.engine.sglang
+    ranks, pool = engine.tensor_parallel_size, int(engine.memory_fraction * gpu)
     # Each GPU has the same share of experts, whole or split. Only the routers are whole on each
     # GPU.
     routers = model.num_layers * model.hidden_size * model.experts
-    weights = item * ((parameters(model) - routers) // tensor_parallel + routers)
+    weights = ITEM[gateway.engine.dtype] * ((parameters(model) - routers) // ranks + routers)
     if weights >= pool:
         raise ConfigError(
             "gateway.engine.sglang.memory_fraction leaves no room for keys and values",
@@ -150,7 +204,8 @@ def sglang_plan(
             allowed=f"more than the weights, {format_size(weights)}",
         )
     parts = {"weights": weights, "keys and values": pool - weights}
-    return ServicePlan("gateway", workers * tensor_parallel, parts, 0 if saver else pool)
+    stays = 0 if engine.memory_saver else pool
+    return ServicePlan("gateway", gateway.worker_count * ranks, parts, stays)
 
 
 def layer_activations(model: ModelConfig) -> int:

@@ -17,22 +17,21 @@ import shutil
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 from urllib.parse import quote, urlsplit
 
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
-from paceline.addresses import loopback, spelled
-from paceline.config import RedisConfig, ServiceConfig
+from paceline.addresses import is_loopback, loopback, spelled
+from paceline.config import RedisConfig, SecurityConfig, ServiceConfig
 from paceline.config.load import load_config
 from paceline.errors import ConfigError, PacelineError, Unavailable
-from paceline.local import foreign_redis, owner, ports, processes, tokens, user_directory
-from paceline.streams.connection import connect, shown
+from paceline.local import ports, processes, tokens, user_directory
+from paceline.streams.connection import connect, parse_redis_url, redis_errors, shown
 
 Role = Literal["durable", "features"]
 C = TypeVar("C", bound=ServiceConfig)
@@ -73,7 +72,6 @@ class RedisLauncher:
     role: Role
     directory: Path  # absolute and private: durable data, socket or password
     given_url: str = ""  # redis:// with a port on this machine; empty: a unix socket
-    max_bytes: int = FEATURES_BYTES  # memory limit of the features role
 
     @property
     def socket(self) -> Path:
@@ -101,13 +99,6 @@ class RedisLauncher:
             return f"unix://{quote(str(self.socket))}?db=0"
         return self.given_url.replace("://", f"://:{self._password()}@", 1)
 
-    def command(self) -> list[str]:
-        """Command line of the server, which reads `settings` from stdin.
-
-        Raises Unavailable if no server binary is found.
-        """
-        return [str(find_redis_server()), "-"]
-
     def settings(self) -> str:
         """The server's redis.conf.
 
@@ -129,7 +120,7 @@ class RedisLauncher:
         if self.role == "durable":
             lines += ["appendonly yes", "appendfsync always"]
         else:
-            lines += ["appendonly no", f"maxmemory {self.max_bytes}"]
+            lines += ["appendonly no", f"maxmemory {FEATURES_BYTES}"]
         return "\n".join(lines) + "\n"
 
     def prepare(self) -> None:
@@ -151,14 +142,14 @@ class RedisLauncher:
         Raises Unavailable if no binary is found or the address is in use. Raises FailedPrecondition
         if another server uses the same directory.
         """
-        owner.own(self.directory.parent, self.directory.name, through_exec=True)
+        processes.own(self.directory.parent, self.directory.name, through_exec=True)
         self.prepare()
-        words = self.command()
+        server = str(find_redis_server())
         reading, writing = os.pipe()
         os.write(writing, self.settings().encode())  # less than a pipe's capacity
         os.close(writing)
         os.dup2(reading, 0)
-        os.execv(words[0], words)  # noqa: S606  a path found above, no shell
+        os.execv(server, [server, "-"])  # noqa: S606  a path found above, no shell
 
     def _password(self) -> str:
         return tokens.read_or_make(self.directory / "password")
@@ -194,7 +185,7 @@ def resolved(config: C) -> C:
     for role in get_args(Role):
         found = launcher(config, role)
         urls[role] = found.url if found is not None else _given_url(config, role)
-        foreign_redis.check_url(urls[role], f"redis.{role}_url", config.security)
+        check_url(urls[role], f"redis.{role}_url", config.security)
         if role == "features" and _given_url(config, role) == _given_url(config, "durable") != "":
             urls[role] = urls["durable"]
     redis = RedisConfig(durable_url=urls["durable"], features_url=urls["features"])
@@ -210,11 +201,7 @@ def launcher(config: ServiceConfig, role: Role) -> RedisLauncher | None:
     url = _given_url(config, role)
     if url:
         parts = urlsplit(url)
-        ours = (
-            parts.scheme == "redis"
-            and parts.password is None
-            and foreign_redis.on_this_machine(url)
-        )
+        ours = parts.scheme == "redis" and parts.password is None and on_this_machine(url)
         if url == os.environ.get("REDIS_URL") or not ours:
             return None
         if role == "features" and url == _given_url(config, "durable"):
@@ -228,15 +215,73 @@ def _given_url(config: ServiceConfig, role: Role) -> str:
     return durable if role == "durable" else config.redis.features_url or durable
 
 
-def _wait_for_signal(why: str) -> None:
-    """Blocks until a signal, so that the supervisor sees a running service."""
-    stopped = threading.Event()
-    # Use a handler: the kernel may deliver a blocked signal to any other thread.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopped.set())
-    sys.stdout.write(f"{why}\n")
-    sys.stdout.flush()
-    stopped.wait()
+def on_this_machine(url: str) -> bool:
+    """Whether the URL's server is on this machine."""
+    where = parse_redis_url(url)
+    return where.socket or is_loopback(f"[{where.host}]:0")
+
+
+def check_url(url: str, setting: str, security: SecurityConfig) -> None:
+    """Raises ConfigError for a server on another machine without password or without TLS."""
+    if on_this_machine(url) or security.allow_insecure:
+        return
+    where = parse_redis_url(url)
+    needed = {"a password": where.has_password, "TLS": where.tls}
+    missing = [name for name, given in needed.items() if not given]
+    if missing:
+        raise ConfigError(
+            f"the server of {setting} is on another machine; missing: {', '.join(missing)}",
+            reason="INSECURE_ADDRESS",
+            seen=shown(url),
+            allowed="rediss://:<password>@host:port/0, a server on this machine, or "
+            "security.allow_insecure=true",
+        )
+
+
+async def check_durable(url: str) -> str:
+    """Warnings about an external server that is to store a run, as text; "" without warnings.
+
+    Raises ConfigError if it may evict the run's keys or is a replica, and Unavailable.
+    """
+    where = parse_redis_url(url)
+    doubts = []
+    if not where.socket and not where.has_password:
+        doubts.append("it asks for no password: who reaches it may read and change the run")
+    client: Any = connect(url)
+    try:
+        with redis_errors(client, "look at its settings"):
+            try:
+                info = await client.info()
+            except ResponseError as error:
+                return "; ".join([*doubts, f"its settings cannot be checked: {error}"])
+            if info.get("role") == "slave":
+                raise ConfigError(
+                    f"Redis at {shown(url)} is a replica", allowed="the URL of its primary"
+                )
+            policy = info.get("maxmemory_policy", "noeviction")
+            if policy != "noeviction" and info.get("maxmemory"):
+                raise ConfigError(
+                    f"Redis at {shown(url)} throws keys away when its memory is full",
+                    seen=f"maxmemory-policy {policy}",
+                    allowed="noeviction",
+                )
+            return "; ".join([*doubts, *await _check_persistence(client, info)])
+    finally:
+        await client.aclose()
+
+
+async def _check_persistence(client: Any, info: dict[str, Any]) -> list[str]:
+    if "aof_enabled" not in info:
+        return ["whether it keeps an append-only file cannot be checked"]
+    if not info["aof_enabled"]:
+        return ["it keeps no append-only file (appendonly no): its restart ends the run"]
+    try:
+        sync = (await client.config_get("appendfsync"))["appendfsync"]
+    except ResponseError:
+        return ["appendfsync cannot be checked: CONFIG is forbidden"]
+    if sync == "always":
+        return []
+    return [f"appendfsync is {sync}: a crash of its machine loses what was just acknowledged"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -256,9 +301,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if found is not None:
             found.exec()
         resolved(config)
-        _wait_for_signal(
-            f"redis.{words.role}_url is {shown(_given_url(config, words.role))}: nothing to start"
-        )
+        url = shown(_given_url(config, words.role))
+        print(f"redis.{words.role}_url is {url}: nothing to start", flush=True)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.pause()  # until a signal ends this process, so that Tilt sees a running service
     except PacelineError as error:
         sys.stderr.write(f"redis ({words.role}): {error}\n")
         return 2 if isinstance(error, ConfigError) else 1

@@ -1,6 +1,9 @@
 """Lists every process of a run, in the order of the data."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from paceline.errors import NotFound
 
@@ -33,15 +36,7 @@ REDIS = "paceline.local.redis"
 
 SERVICES: tuple[ServiceSpec, ...] = (
     ServiceSpec("redis", REDIS, "", "", (), "data", arguments=("--role", "durable")),
-    ServiceSpec(
-        "redis_features",
-        REDIS,
-        "",
-        "",
-        (),
-        "data",
-        arguments=("--role", "features"),
-    ),
+    ServiceSpec("redis_features", REDIS, "", "", (), "data", arguments=("--role", "features")),
     ServiceSpec(
         "gateway",
         "paceline.services.rollout_gateway",
@@ -134,3 +129,27 @@ def service(name: str) -> ServiceSpec:
     raise NotFound(
         "no such service", seen=name, allowed=", ".join(spec.command_name for spec in SERVICES)
     )
+
+
+def settings_of_run(files: Sequence[Path], overrides: Sequence[str]) -> dict[str, Any]:
+    """Settings by service name, of all services with settings. Raises ConfigError."""
+    # Import late: the command line's help uses the table of services alone.
+    from paceline.config.load import load_config
+    from paceline.plugins import import_object
+
+    return {
+        spec.name: load_config(import_object(spec.settings), spec.name, files, overrides)
+        for spec in SERVICES
+        if spec.settings
+    }
+
+
+def gpu_settings(found: Mapping[str, Any]) -> list[str]:
+    """Keys of the settings that request a GPU."""
+    gateway, policy, drafter = (
+        found[name] for name in ("gateway", "policy_trainer", "drafter_trainer")
+    )
+    named = {"policy_trainer.device": policy.device, "drafter_trainer.device": drafter.device}
+    if gateway.engine.kind == "sglang":
+        named["gateway.engine.sglang.device"] = gateway.engine.sglang.device
+    return [key for key, device in named.items() if device == "cuda"]

@@ -9,16 +9,16 @@ import asyncio
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paceline.config import ServiceConfig
 from paceline.errors import DeadlineExceeded, FailedPrecondition
-from paceline.local import foreign_redis, forking, hung, kept
+from paceline.local import forking, news, redis
 from paceline.local.child import LIMIT_S
-from paceline.local.launch import ChildEvent, Keep, Launch, RestartPolicy, Supervised
+from paceline.local.launch import ChildEvent, Keep, KeptService, Launch, RestartPolicy, Supervised
 from paceline.local.ports import require_free
-from paceline.local.redis import Role, launcher, resolved, wait_redis
 from paceline.local.services import REDIS, ServiceSpec, services_of
 from paceline.rpc import wait_healthy
 
@@ -38,7 +38,7 @@ class Supervisor:
         policy: RestartPolicy | None = None,
         health_s: float = 120.0,
         heartbeat_s: float = LIMIT_S,
-        hung_s: float = hung.HUNG_S,
+        hung_s: float = news.HUNG_S,
         keep: Keep | None = None,
     ) -> None:
         """`launches`: each after its dependencies. `heartbeat_s` and `hung_s`: as in the run
@@ -50,9 +50,7 @@ class Supervisor:
 
         def child(launch: Launch, needs: Sequence[Supervised]) -> Supervised:
             logs, own = run_dir / "logs", replace(policy or RestartPolicy())
-            return kept.KeptService(
-                launch, logs, own, on_event, health_s, needs, heartbeat_s, hung_s
-            )
+            return KeptService(launch, logs, own, on_event, health_s, needs, heartbeat_s, hung_s)
 
         self._children: dict[str, Supervised] = {}
         needs: dict[str, list[str]] = {}  # transitive dependencies by name
@@ -209,16 +207,12 @@ def launch_of(
     if not spec.address_key:
         return Launch(spec.name, command, None, spec.depends_on)
     address = config.addresses.of(spec.address_key)
-
-    async def healthy(deadline_s: float) -> None:
-        await wait_healthy(address, config.security, deadline_s)
-
     keys = (spec.address_key, *spec.more_address_keys)
     ports = tuple((config.addresses.of(key), f"addresses.{key}") for key in keys)
     return Launch(
         spec.name,
         command,
-        healthy,
+        partial(wait_healthy, address, config.security),
         spec.depends_on,
         ports,
         ends_run=spec.ends_run,
@@ -229,29 +223,28 @@ def launch_of(
 def _redis_launch(
     spec: ServiceSpec, config: ServiceConfig, command: tuple[str, ...], *, here: bool
 ) -> Launch:
-    role: Role = "features" if "features" in spec.arguments else "durable"
-    server = launcher(config, role)
-    urls = resolved(config).redis
+    role: redis.Role = "features" if "features" in spec.arguments else "durable"
+    server = redis.launcher(config, role)
+    urls = redis.resolved(config).redis
     url = urls.durable_url if role == "durable" else urls.features_url
 
     # The features role may use the durable server, which is just starting.
     ours = server is not None or (
-        url == urls.durable_url and launcher(config, "durable") is not None
+        url == urls.durable_url and redis.launcher(config, "durable") is not None
     )
 
     async def healthy(deadline_s: float) -> str:
         if ours:
-            await wait_redis(url, deadline_s)  # it may have to load its data
+            await redis.wait_redis(url, deadline_s)  # it may have to load its data
             return ""
-        await wait_redis(url, min(deadline_s, EXTERNAL_REDIS_S))  # an external server is up or not
-        return await foreign_redis.check_durable(url) if role == "durable" else ""
+        # An external server is up or not.
+        await redis.wait_redis(url, min(deadline_s, EXTERNAL_REDIS_S))
+        return await redis.check_durable(url) if role == "durable" else ""
 
-    async def ping(deadline_s: float) -> None:
-        await wait_redis(url, deadline_s)
-
+    ping = partial(redis.wait_redis, url)
     if server is None:
         return Launch(spec.name, (), healthy, ping=ping)
     if here:
-        server.command()  # raises if no binary is found
+        redis.find_redis_server()  # raises if no binary is found
     ports = (server.address,) if server.address else ()
     return Launch(spec.name, command, healthy, spec.depends_on, ports, ping=ping)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from paceline.errors import ConfigError
 
-_SHORT_PLACES = ("/tmp", "/dev/shm", "/run/user/{}")  # noqa: S108  # checked by _is_ours
+_SHORT_PLACES = ("/tmp", "/dev/shm", "/run/user/{}")  # noqa: S108  # checked by _made
 
 
 def user_directory() -> Path:
@@ -66,7 +66,9 @@ def _made(directory: Path, mode: int) -> Path:
     with suppress(FileExistsError):
         directory.mkdir(mode=0o700)
         directory.chmod(mode)
-    if not _is_ours(directory, mode):
+    about = directory.lstat()
+    ours = about.st_uid == os.getuid() and not about.st_mode & 0o777 & ~mode
+    if not (ours and stat.S_ISDIR(about.st_mode)):
         raise ConfigError(
             "the user's directory is not private",
             reason="NOT_PRIVATE",
@@ -74,15 +76,6 @@ def _made(directory: Path, mode: int) -> Path:
             allowed=f"a directory of this user with mode {mode:04o}, no link",
         )
     return directory
-
-
-def _is_ours(directory: Path, mode: int) -> bool:
-    try:
-        about = directory.lstat()
-    except OSError:
-        return False
-    ours = about.st_uid == os.getuid() and not about.st_mode & 0o777 & ~mode
-    return ours and stat.S_ISDIR(about.st_mode)
 
 
 Remove = Callable[[str], object]

@@ -21,8 +21,8 @@ import zmq
 
 from paceline.config import Config
 from paceline.errors import DeadlineExceeded, FailedPrecondition, Unavailable
-from paceline.local import child_socket, forking, patience, processes, user_directory, work
-from paceline.local.child import LIMIT_S, Child
+from paceline.local import forking, patience, processes, user_directory
+from paceline.local.child import LIMIT_S, Child, ChildSocket
 from paceline.training import STORE_VARIABLE
 
 SOCKET_VARIABLE = "PACELINE_RANK_SOCKET"
@@ -75,12 +75,12 @@ class RankGroup:
             list(dict.fromkeys([module, *preload])), log_dir / f"{self._name}.log"
         )
         self._ranks: list[Child] = []
-        self._sockets: list[child_socket.ChildSocket] = []
+        self._sockets: list[ChildSocket] = []
         self._lost: RankLost | None = None
         self._arrived: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue()
         self._folder = ""
         self._early: deque[tuple[int, bytes]] = deque()  # messages sent during the start
-        self._clock = work.WorkClock(lambda: self.pids)
+        self._clock = patience.WorkClock(lambda: self.pids)
         self.on_progress: Callable[[int, bytes], bool] = lambda rank, message: False
         """Handles a message (rank, payload) during the start; False: the message waits for
         receive().
@@ -183,7 +183,7 @@ class RankGroup:
     async def _spawn(self, rank: int, deadline_s: float) -> None:
         address = f"ipc://{self._folder}/rank{rank}"
         take = partial(self._take, rank)
-        self._sockets.append(child_socket.ChildSocket(zmq.Context.instance(), address, take))
+        self._sockets.append(ChildSocket(zmq.Context.instance(), address, take))
         environment = {
             **self._environment,
             "RANK": str(rank),

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from paceline.arm_names import OFF, speculator_of
 from paceline.errors import DeadlineExceeded, PacelineError, Unavailable, WeightsError
-from paceline.local.work import WorkClock
+from paceline.local.patience import WorkClock
 from paceline.services.rollout_gateway import metrics
 from paceline.services.rollout_gateway.config import CanaryConfig
 from paceline.services.rollout_gateway.workers.placement import Seat

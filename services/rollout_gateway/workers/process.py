@@ -10,8 +10,8 @@ from typing import Any
 import zmq
 
 from paceline.errors import DeadlineExceeded, Unavailable
-from paceline.local import child_socket, forking, work
-from paceline.local.child import LIMIT_S, Child
+from paceline.local import forking, patience
+from paceline.local.child import LIMIT_S, Child, ChildSocket
 from paceline.messages import versions_from_proto
 from paceline.services.rollout_gateway.background import background, cancel
 from paceline.services.rollout_gateway.engines import find_engine, worker
@@ -61,11 +61,11 @@ class WorkerProcess:
         self._heartbeat_s = heartbeat_s
         self._on_tokens = on_tokens
         self._child: Child | None = None
-        self._socket: child_socket.ChildSocket | None = None
+        self._socket: ChildSocket | None = None
         self._watching: asyncio.Task[None] | None = None
         self._answers: dict[int, asyncio.Future[pb.WorkerEvent]] = {}
         self._ready: asyncio.Future[pb.WorkerReady] = loop.create_future()
-        self._clocks: list[work.WorkClock] = []  # of the unanswered commands
+        self._clocks: list[patience.WorkClock] = []  # of the unanswered commands
 
     def forget(self, target: int, version: int) -> None:
         """The worker no longer holds a version beside the serving set."""
@@ -98,10 +98,12 @@ class WorkerProcess:
         name = f"{self.index}-{next(_numbers)}"
         spec_path, address = self._directory / f"{name}.json", f"ipc://{self._directory / name}"
         self._spec.write(spec_path)
-        self._socket = socket = child_socket.ChildSocket(self._context, address, self._take)
-        threads = str(self._spec.threads or len(self._spec.cores))
-        environment = {worker.SPEC_VARIABLE: str(spec_path), worker.SOCKET_VARIABLE: address}
-        environment |= dict.fromkeys(_LIBRARIES, threads)
+        self._socket = socket = ChildSocket(self._context, address, self._take)
+        environment = {
+            **dict.fromkeys(_LIBRARIES, str(self._spec.threads or len(self._spec.cores))),
+            worker.SPEC_VARIABLE: str(spec_path),
+            worker.SOCKET_VARIABLE: address,
+        }
         module = find_engine(self._spec.kind).process
         self._child = child = await self._forker.fork(
             module, environment, None, deadline_s, stop_s=self._heartbeat_s, tree=True
@@ -179,8 +181,8 @@ class WorkerProcess:
         self.kill()
         await asyncio.shield(self.lost)
 
-    def _clock(self) -> work.WorkClock:
-        return work.WorkClock(lambda: [self.pid] if self.pid else [])
+    def _clock(self) -> patience.WorkClock:
+        return patience.WorkClock(lambda: [self.pid] if self.pid else [])
 
     async def stop(self) -> None:
         """Shut down, then kill after STOP_GRACE_S; frees the worker's resources."""
@@ -204,7 +206,7 @@ class WorkerProcess:
         if self._child is not None:
             self._child.kill()
 
-    async def _watch(self, child: Child, socket: child_socket.ChildSocket) -> None:
+    async def _watch(self, child: Child, socket: ChildSocket) -> None:
         await child.wait()
         for _ in range(LAST_WORDS):  # read the process's last messages first
             before = socket.received

@@ -17,9 +17,9 @@ from integration.gateway.conftest import Ends
 from standstill import standstill
 
 from paceline.local.child import LIMIT_S
-from paceline.local.news import VARIABLE as NEWS_VARIABLE
 from paceline.local.news import heard, news_pipe
 from paceline.local.patience import patient
+from paceline.local.processes import NEWS_VARIABLE
 from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.workers.router import Router
 from paceline.services.rollout_gateway.workers.weights import WorkerWeights

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -16,8 +17,8 @@ from redis_servers import RedisServer
 from typer.testing import CliRunner
 
 from benchmarks.demo_runs import demo_folder
-from paceline.cli.init import write_settings
 from paceline.cli.main import app
+from paceline.cli.plan import write_settings
 from paceline.config.load import load_config, read_tables, write_tables
 from paceline.errors import ConfigError
 from paceline.local.redis import RedisLauncher
@@ -116,12 +117,15 @@ def test_a_run_that_is_none_is_named(words: list[str], tmp_path: Path) -> None:
     assert "no-such-run" in done.stderr
 
 
+def given(tasks: Path | None, heldout: Path | None, reward: str) -> dict[str, Any]:
+    """The settings that `paceline init` is given."""
+    return {"tasks": tasks, "heldout": heldout, "reward": reward, "agents": False}
+
+
 @pytest.mark.slow
 def test_a_new_runs_settings_are_taken_by_its_services(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
-    plan = write_settings(
-        file, str(POLICY), tasks=TASKS, heldout=None, reward="math_answer", workers=2
-    )
+    plan = write_settings(file, str(POLICY), given(TASKS, None, "math_answer"))
     assert any("policy" in line for line in plan.lines)
     found = load_config(CoordinatorConfig, "coordinator", [file])
     assert (found.run.id, found.run.dir) == ("mine", "runs/mine")
@@ -133,7 +137,7 @@ def test_a_new_runs_settings_are_taken_by_its_services(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_without_tasks_the_new_run_is_its_agents(tmp_path: Path) -> None:
     file = tmp_path / "agents.toml"
-    write_settings(file, str(POLICY), tasks=None, heldout=None, reward="math_answer", workers=1)
+    write_settings(file, str(POLICY), given(None, None, "math_answer"))
     assert load_config(CoordinatorConfig, "coordinator", [file]).environment == "external"
 
 
@@ -144,15 +148,7 @@ def test_tasks_for_agents_are_claimed_and_held_out_ones_answered_by_the_gateway(
     file = tmp_path / "agents.toml"
     tasks, heldout = TASKS, TASKS.with_name("tasks_heldout.jsonl")
     for reward, judge in (("agent", "math_answer"), ("format", "format")):
-        write_settings(
-            file,
-            str(POLICY),
-            tasks=tasks,
-            heldout=heldout,
-            reward=reward,
-            workers=1,
-            agents=True,
-        )
+        write_settings(file, str(POLICY), {**given(tasks, heldout, reward), "agents": True})
         found = load_config(CoordinatorConfig, "coordinator", [file])
         assert (found.environment, found.reward) == ("external", reward)
         assert not found.open_traffic
@@ -164,7 +160,7 @@ def test_tasks_that_cannot_be_read_are_refused_before_anything_is_written(tmp_pa
     (tasks := tmp_path / "tasks.jsonl").write_text('{"prompt": "1=", "answer": "1"}\n{"text": 3}\n')
     file = tmp_path / "mine.toml"
     with pytest.raises(TaskFileError, match=r"tasks\.jsonl, line 2: no column holds the prompt"):
-        write_settings(file, str(POLICY), tasks=tasks, heldout=None, reward="x", workers=1)
+        write_settings(file, str(POLICY), given(tasks, None, "x"))
     assert not file.exists()
 
 
@@ -179,7 +175,7 @@ def test_settings_are_never_written_over(tmp_path: Path) -> None:
     file = tmp_path / "paceline.toml"
     file.write_text("mine")
     with pytest.raises(ConfigError, match="there already"):
-        write_settings(file, str(POLICY), tasks=None, heldout=None, reward="math_answer", workers=1)
+        write_settings(file, str(POLICY), given(None, None, "math_answer"))
     assert file.read_text() == "mine"
 
 

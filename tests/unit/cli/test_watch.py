@@ -12,7 +12,7 @@ from rich.console import Console
 
 from paceline.cli.access import coordinator_of
 from paceline.cli.active import read_figures, show_status
-from paceline.cli.watch import RunState, follow
+from paceline.cli.live import RunState, follow
 from paceline.config import ServiceConfig
 from paceline.events import FactPublisher
 from paceline.local.patience import patient
@@ -115,9 +115,9 @@ def test_a_run_that_comes_to_rest_is_shown_as_paused_until_it_goes_on() -> None:
 def test_a_failed_run_that_begins_again_is_not_failed() -> None:
     state = RunState(RUN, 10, lambda _: None)
     state.apply_fact(pb.Fact(run_finished=pb.RunFinished(failure="the gateway kept failing")))
-    assert (state.finished, state.phase) == (True, "failed")
+    assert state.phase == "failed"
     state.apply_fact(pb.Fact(context=CommandContext(step=4), step_began=pb.StepBegan(samples=8)))
-    assert (state.finished, state.failure, state.phase) == (False, "", "rollout")
+    assert (state.failure, state.phase) == ("", "rollout")
 
 
 async def publish_until(facts: FactPublisher, fact: pb.Fact, done: asyncio.Event) -> None:
@@ -152,7 +152,7 @@ async def test_missed_steps_are_asked_for_page_by_page_and_each_is_told_once(
     assert told == list(range(8))
     await facts.publish(pb.Fact(run_finished=pb.RunFinished()))
     await asyncio.wait_for(following, patient(10))
-    assert (state.finished, state.phase) == (True, "finished")
+    assert state.phase == "finished"
 
 
 async def test_a_run_without_a_coordinator_is_followed_once_it_speaks() -> None:
@@ -171,7 +171,7 @@ async def test_a_run_without_a_coordinator_is_followed_once_it_speaks() -> None:
         await asyncio.wait_for(publish_until(facts, fact, began), patient(20))
         await facts.publish(pb.Fact(run_finished=pb.RunFinished()))
         await asyncio.wait_for(following, patient(20))
-    assert state.finished
+    assert state.phase == "finished"
 
 
 async def test_status_shows_phase_slots_and_the_last_step(

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from ray_nodes import WITH_RAY
 
-from paceline.cluster.kept import KeptPool
-from paceline.cluster.order import START_AGAIN, KeeperReport, PoolOrder
+from paceline.cluster.keeper import START_AGAIN, KeeperReport, KeptPool, PoolOrder
 from paceline.errors import Unavailable
 from paceline.local.launch import ChildEvent, Launch
 from paceline.ranks.messages import Failed

@@ -23,7 +23,7 @@ def test_services_that_compute_in_turns_share_the_slots_of_the_engines() -> None
     control, rollout = pools()
     assert (control.services, control.asks) == (("redis", "redis_features", "coordinator"), {})
     assert rollout.services == ("gateway", *TRAINERS)
-    assert rollout.bundles == ({CPU: 1.0}, {CPU: 1.0})
+    assert rollout.asks == {CPU: 2.0}
 
 
 def test_a_learner_with_slots_of_its_own_is_a_pool_of_its_own() -> None:
@@ -42,7 +42,7 @@ def test_each_further_gateway_is_a_pool_of_its_own_on_any_node() -> None:
     found = pools(*TWO)
     _, first, second = found
     assert (first.services, second.services) == (("gateway", *TRAINERS), ("gateway-1",))
-    assert first.bundles == second.bundles
+    assert first.asks == second.asks
     check_room(found, [{CPU: 2.0}, {CPU: 2.0}])
     config = load_config(ServiceConfig, "local", [DEMO], TWO)
     hosts = {"control": "10.0.0.1", first.name: "10.0.0.1", second.name: "10.0.0.2"}
@@ -59,7 +59,7 @@ def test_slots_are_gpus_where_one_of_the_services_computes_there() -> None:
         "gateway.engine.sglang.tensor_parallel_size=4",
         "coordinator.slots_per_worker=4",
     )
-    assert rollout.bundles == ({GPU: 4.0}, {GPU: 4.0})  # a tensor-parallel group each
+    assert rollout.asks == {GPU: 8.0}  # two tensor-parallel groups
 
 
 @pytest.mark.parametrize("nodes", [[], [{CPU: 1.0}], [{CPU: 1.0}, {CPU: 1.0}], [{GPU: 8.0}]])

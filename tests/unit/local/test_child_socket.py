@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import zmq
 
-from paceline.local.child_socket import ChildSocket
+from paceline.local.child import ChildSocket
 from paceline.local.patience import patient
 
 DEADLINE_S = patient(20)

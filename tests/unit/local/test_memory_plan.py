@@ -24,6 +24,7 @@ from paceline.models.profiles import PROFILES, ROUNDED
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.learn.loading import StartWeights
 from paceline.services.policy_trainer.learn.model import policy_on_meta
+from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.engines.embedded.kv_cache import SlotStore
 
 DEMO = Path(__file__).parents[3] / "examples/demo"
@@ -47,11 +48,15 @@ def test_parameters_follow_from_the_shape() -> None:
     assert memory_plan.parameters(QWEN_7B) == pytest.approx(7.62e9, rel=0.001)
 
 
+def sglang(workers: int, **settings: Any) -> GatewayConfig:
+    engine = {"kind": "sglang", "workers": workers, "dtype": "bfloat16", "sglang": settings}
+    return GatewayConfig.model_validate({"engine": engine})
+
+
 def check(gib: int, *, ranks: int, saver: bool) -> str:
     """Return the plan of an engine, a policy and a drafter on the same GPUs."""
-    engine = memory_plan.sglang_plan(
-        QWEN_7B, workers=4, tensor_parallel=2, item=2, pool=32 * GIB, saver=saver
-    )
+    settings = {"tensor_parallel_size": 2, "memory_fraction": 32 / gib, "memory_saver": saver}
+    engine = memory_plan.sglang_plan(QWEN_7B, sglang(4, **settings), gib * GIB)
     drafter = memory_plan.drafter_plan(QWEN_7B, ranks=8, tokens=1024)
     policy = policy_plan(ranks=ranks, reshard_after_forward=True)
     return memory_plan.check_gpus([[engine, policy, drafter]], gib * GIB)
@@ -162,9 +167,7 @@ def test_a_plan_that_cannot_fit_a_gpu_is_refused_with_whose_turn_and_both_sizes(
 
 def test_weights_that_leave_no_room_for_keys_and_values_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"memory_fraction leaves no room"):
-        memory_plan.sglang_plan(
-            QWEN_7B, workers=1, tensor_parallel=1, item=2, pool=8 * GIB, saver=True
-        )
+        memory_plan.sglang_plan(QWEN_7B, sglang(1, memory_fraction=0.5), 16 * GIB)
 
 
 def planned(*overrides: str) -> plan.Checked:
@@ -410,21 +413,13 @@ def test_the_plan_of_an_embedded_worker_is_what_its_slots_hold(tmp_path: Path) -
     config = read_config(tmp_path)
     model = ServedModel(config, torch.float32, 20)
     store = SlotStore(model.load(tmp_path), 5, 20, keep_hidden=True, inner=(0, 1))
-    planned_for = memory_plan.embedded_plan(
-        config,
-        workers=2,
-        sequences=5,
-        tokens=20,
-        item=4,
-        states=3,
-        drafter=True,
-    )
+    parts = memory_plan.embedded_parts(config, 5 * 20, 4, states=3, drafter=True)
     slots = {
         "keys and values": store.kv.data.nbytes,
         "hidden states": store.hidden.nbytes,
         "token ids": store.token_ids.nbytes,
     }
-    assert {name: planned_for.parts[name] for name in slots} == slots
+    assert {name: parts[name] for name in slots} == slots
 
 
 @pytest.mark.parametrize("profile", ROUNDED)
@@ -438,17 +433,8 @@ def test_the_plan_of_a_profile_is_what_its_engine_keeps_but_for_norms_and_scales
     model = ServedModel(config, torch.float32, 8, PROFILES.get(profile))
     kept = {name: one.nbytes for name, one in storages(model.load(tmp_path)).items()}
     small = sum(size for name, size in kept.items() if "norm" in name or "scales" in name)
-    planned_for = memory_plan.embedded_plan(
-        config,
-        workers=1,
-        sequences=1,
-        tokens=1,
-        item=4,
-        states=0,
-        drafter=False,
-        matrix_item=1,
-    )
-    assert planned_for.parts["weights"] == sum(kept.values()) - small
+    parts = memory_plan.embedded_parts(config, 1, 4, states=0, drafter=False, matrix_item=1)
+    assert parts["weights"] == sum(kept.values()) - small
 
 
 def test_a_plan_counts_experts_and_divides_them_over_a_workers_gpus(tmp_path: Path) -> None:
@@ -458,9 +444,7 @@ def test_a_plan_counts_experts_and_divides_them_over_a_workers_gpus(tmp_path: Pa
     assert memory_plan.parameters(config) == matrices
     weights = model.named_parameters()
     gates = sum(one.numel() for name, one in weights if name.endswith("mlp.gate.weight"))
-    plan = memory_plan.sglang_plan(
-        config, workers=3, tensor_parallel=4, item=2, pool=GIB, saver=True
-    )
+    plan = memory_plan.sglang_plan(config, sglang(3, tensor_parallel_size=4), 2 * GIB)
     # each device holds the whole router of the experts
     assert (plan.devices, plan.parts["weights"]) == (12, 2 * ((matrices - gates) // 4 + gates))
 

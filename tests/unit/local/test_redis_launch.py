@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.config import ServiceConfig
-from paceline.local import supervisor
+from paceline.local import redis, supervisor
 from paceline.local.services import service
 
 
@@ -23,7 +23,7 @@ async def test_features_in_the_durable_redis_wait_for_it_as_long_as_it_starts(
         waited.append(deadline_s)
 
     monkeypatch.delenv("REDIS_URL", raising=False)
-    monkeypatch.setattr(supervisor, "wait_redis", wait)
+    monkeypatch.setattr(redis, "wait_redis", wait)
     config = ServiceConfig.model_validate(
         {"run": {"dir": str(tmp_path)}, "redis": {"durable_url": durable}}
     )

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.local.patience import patient
-from paceline.local.work import WorkClock
+from paceline.local.patience import WorkClock, patient
 
 SPIN = "while True: pass"
 SLEEP = "import time; time.sleep(600)"

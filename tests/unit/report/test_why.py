@@ -12,7 +12,7 @@ import pytest
 from doc_pages import ROOT, blocks_of, reader
 from rich.console import Console
 
-from paceline.cli.why import show_why
+from paceline.cli.report import show_why
 from paceline.errors import NotFound
 from paceline.report import why
 from paceline.report.why import explain

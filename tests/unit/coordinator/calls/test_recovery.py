@@ -12,8 +12,9 @@ import pytest
 
 from paceline.config import SecurityConfig
 from paceline.errors import DeadlineExceeded, PacelineError, ResourceExhausted
-from paceline.local.news import VARIABLE, news_pipe
+from paceline.local.news import news_pipe
 from paceline.local.ports import free_port
+from paceline.local.processes import NEWS_VARIABLE
 from paceline.rpc import Server, channel
 from paceline.rpc.progress import Activity, add_progress
 from paceline.services.coordinator.calls.base import Calls, Peers, Reported
@@ -69,7 +70,7 @@ class Trainer:
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[str]]]:
     """Lines that the supervisor received."""
     reading, writing = news_pipe()
-    monkeypatch.setenv(VARIABLE, str(writing))
+    monkeypatch.setenv(NEWS_VARIABLE, str(writing))
     yield lambda: os.read(reading, 1 << 16).decode().splitlines()
     os.close(reading)
     os.close(writing)
