@@ -13,8 +13,7 @@ from paceline.local.news import tell_supervisor
 from paceline.rpc import channel, leased, responses, rpc_errors, wait_healthy
 from paceline.rpc.progress import while_moving
 from paceline.services.coordinator.calls.figures import FinishedSamples
-from paceline.services.coordinator.calls.open_steps import OpenSteps
-from paceline.services.coordinator.calls.tasks import TaskSource
+from paceline.services.coordinator.calls.tasks import OpenSteps, TaskSource
 from paceline.services.coordinator.config import CoordinatorConfig
 from paceline.services.coordinator.journal.groups import ClosedGroups
 from paceline.services.coordinator.machine.commands import StepCommand
@@ -124,10 +123,6 @@ class Absence:
     full: bool = False  # it had no disk or Redis space, and this was reported
 
 
-def no_event(error: PacelineError) -> Event | None:
-    return None
-
-
 @dataclass(slots=True)
 class Calls:
     """State shared by all calls of one run."""
@@ -172,7 +167,7 @@ class Calls:
         command: StepCommand,
         *,
         deadline_s: float,
-        event_of: Callable[[PacelineError], Event | None] = no_event,
+        event_of: Callable[[PacelineError], Event | None] | None = None,
     ) -> Iterator[None]:
         """Emits a failure of the block as an event and ends the call with Reported.
 
@@ -184,7 +179,7 @@ class Calls:
             self.emit(Deadline(self.now(), command.epoch, what, deadline_s))
             raise Reported from error
         except PacelineError as error:
-            known = event_of(error)
+            known = event_of(error) if event_of is not None else None
             self.emit(known or self._failure(error, service, what, command.epoch, deadline_s))
             raise Reported from error
         absence = self.absent.pop(service, None)
@@ -222,14 +217,6 @@ class Calls:
                 absence.full = True
                 tell_supervisor("impaired", f"{error}; the run goes on when there is room")
         absence.why = f": {error}"
-
-
-async def accepted(call: Any) -> None:
-    """Returns when the peer has accepted a streaming call; raises the error if it rejected the
-    call.
-    """
-    with rpc_errors():
-        await call.wait_for_connection()
 
 
 async def answers(call: Any, last: str) -> AsyncGenerator[tuple[str, Any]]:

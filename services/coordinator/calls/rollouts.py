@@ -6,14 +6,7 @@ from dataclasses import replace
 from paceline import errors
 from paceline.messages import versions_from_proto
 from paceline.report.solved import accuracy, pass_figures
-from paceline.services.coordinator.calls import (
-    base,
-    checkpoints,
-    gateways,
-    quarantine,
-    slots,
-    weights,
-)
+from paceline.services.coordinator.calls import base, gateways, slots, trainers, weights
 from paceline.services.coordinator.calls.figures import (
     FinishedSamples,
     accept_length,
@@ -131,7 +124,7 @@ async def _prepare_gateways(
 ) -> None:
     """Brings weights, quarantine and slots of the gateways to the state of the command."""
     await weights.mend(calls, command)
-    await quarantine.withhold(calls, calls.learner_context())
+    await slots.withhold(calls, calls.learner_context())
     await slots.resume(calls, command)
 
 
@@ -183,7 +176,7 @@ async def evaluate(calls: base.Calls, command: commands.Evaluate) -> None:
                         and command.step
                         and done.value is not None
                     ):
-                        await checkpoints.keep_if_best(calls, command, done.value)
+                        await trainers.keep_if_best(calls, command, done.value)
                     calls.emit(done)
 
 

@@ -13,7 +13,7 @@ from paceline.rpc import rpc_errors
 from paceline.rpc.progress import while_moving
 from paceline.services.coordinator.calls.base import Calls, each
 from paceline.services.coordinator.calls.gateways import by_gateway
-from paceline.services.coordinator.calls.policy_trainer import push_again
+from paceline.services.coordinator.calls.trainers import push_again
 from paceline.services.coordinator.machine import commands, events
 from paceline.services.coordinator.machine.events import Event
 from paceline.services.coordinator.machine.settings import Schedule
