@@ -1,7 +1,7 @@
 """Sends the figures of steps to experiment trackers, each in its own thread that never blocks the
 run.
 
-The figures are the fields of the step's StepRecord, under the same names.
+`metrics.figures_of` selects the figures of a step.
 """
 
 import os
@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from paceline.addresses import exempt_loopback
 from paceline.errors import ConfigError
-from paceline.services.coordinator.metrics import POINTS_DROPPED
+from paceline.services.coordinator.metrics import POINTS_DROPPED, figures_of
 from paceline.telemetry import get_logger
 from paceline.v1.coordinator_pb2 import StepRecord
 
@@ -159,22 +159,3 @@ class Tracking:
         except Exception as error:  # noqa: BLE001
             # A tracker's library may raise any exception; no such exception may end the run.
             _log.exception("tracker_failed", tracker=name, error=str(error))
-
-
-def figures_of(record: StepRecord) -> dict[str, float]:
-    """Numbers of a record by name: the step's own, `reward/...`, `policy/...`, `slot_s/...`."""
-    figures = {
-        "reward": record.reward_mean,
-        "step_s": record.step_s,
-        "rollout_s": record.rollout_s,
-        "policy_s": record.policy_s,
-        "preempt_wait_s": record.preempt_wait_s,
-        "response_tokens": float(record.response_tokens),
-        "accept_length": record.accept_length,
-        "drafter_steps": float(record.drafter_steps),
-        "policy_version": float(record.versions.policy),
-        "drafter_version": float(record.versions.drafter),
-    }
-    figures |= {f"reward/{part}": value for part, value in sorted(record.reward_parts.items())}
-    figures |= {f"policy/{name}": value for name, value in sorted(record.policy.items())}
-    return figures | {f"slot_s/{use}": value for use, value in sorted(record.slot_s.items())}
