@@ -69,21 +69,20 @@ def _swaps(records: Sequence[StepRecord]) -> list[float]:
     ]
 
 
-def _values(*named: tuple[str, Of]) -> Lines:
-    """A line for each figure."""
+def _values(*named: tuple[str, str | Of]) -> Lines:
+    """A line for each figure: label, and a path in the record ("policy/loss") or a function."""
     return lambda history: [
-        Series(name, [(one.step + 1.0, of(one)) for one in history.records]) for name, of in named
+        Series(name, [(one.step + 1.0, _value(one, of)) for one in history.records])
+        for name, of in named
     ]
 
 
-def _policy(*named: tuple[str, str]) -> Lines:
-    """A line for each figure of the policy step: (label, the trainer's name)."""
-    return _values(*((label, _entry("policy", name)) for label, name in named))
-
-
-def _entry(field: str, key: str) -> Of:
-    """The value of a key in a map of the record."""
-    return lambda one: float(getattr(one, field).get(key, _NAN))
+def _value(record: StepRecord, of: str | Of) -> float:
+    if not isinstance(of, str):
+        return of(record)
+    field, _, key = of.partition("/")
+    value = getattr(record, field)
+    return float(value.get(key, _NAN) if key else value)
 
 
 def _keys(
@@ -92,7 +91,7 @@ def _keys(
     """A line for each key of a map of the record that begins with `prefix`."""
 
     def value(record: StepRecord, key: str) -> float:
-        return _ratio(float(getattr(record, field).get(key, _NAN)), divisor(record, key))
+        return _ratio(_value(record, f"{field}/{key}"), divisor(record, key))
 
     def lines(history: RunHistory) -> list[Series]:
         keys = {key for one in history.records for key in getattr(one, field)}
@@ -114,17 +113,12 @@ def _ratio(part: float, whole: float) -> float:
 
 def _quantile(which: int) -> Of:
     """One of the three quantiles of the response lengths: median, 90th percentile, longest."""
-
-    def of(record: StepRecord) -> float:
-        found = record.response_length_quantiles
-        return float(found[which]) if len(found) == 3 else _NAN
-
-    return of
+    return lambda one: float(([*one.response_length_quantiles] or [_NAN] * 3)[which])
 
 
 def _learning(history: RunHistory) -> list[Series]:
     held = ((f"held-out {kind}", kind) for kind in (ACCURACY, history.widest_pass) if kind)
-    return [*_values(("reward", lambda one: one.reward_mean))(history), *_dots(history, *held)]
+    return [*_values(("reward", "reward_mean"))(history), *_dots(history, *held)]
 
 
 def _acceptance(history: RunHistory) -> list[Series]:
@@ -197,9 +191,9 @@ CHARTS = (
         "Where a step's time went",
         "wall seconds of each step",
         _values(
-            ("rollout", lambda one: one.rollout_s),
-            ("policy step", lambda one: one.policy_s),
-            ("waiting for the drafter", lambda one: one.preempt_wait_s),
+            ("rollout", "rollout_s"),
+            ("policy step", "policy_s"),
+            ("waiting for the drafter", "preempt_wait_s"),
             ("rest", _rest),
         ),
         stacked=True,
@@ -207,35 +201,38 @@ CHARTS = (
     Chart(
         "What the slots did",
         "slot-seconds of each step by use",
-        _values(*((use.value, _entry("slot_s", use)) for use in SlotUse)),
+        _values(*((use.value, f"slot_s/{use}") for use in SlotUse)),
         stacked=True,
     ),
     Chart(
         "Drafter training",
         "whole optimiser steps inside each RL step",
-        _values(("optimiser steps", lambda one: float(one.drafter_steps))),
+        _values(("optimiser steps", "drafter_steps")),
         stacked=True,
     ),
-    Chart("Loss", "mean over the trained tokens", _policy(("loss", "loss"))),
-    Chart("Entropy", "nats a token", _policy(("entropy", "entropy")), low=0.0),
-    Chart("Divergence", "nats a token", _policy(("from the start policy", "divergence"))),
+    Chart("Loss", "mean over the trained tokens", _values(("loss", "policy/loss"))),
+    Chart("Entropy", "nats a token", _values(("entropy", "policy/entropy")), low=0.0),
+    Chart("Divergence", "nats a token", _values(("from the start policy", "policy/divergence"))),
     Chart(
-        "Gradient norm", "before it is clipped", _policy(("gradient norm", "grad_norm")), low=0.0
+        "Gradient norm",
+        "before it is clipped",
+        _values(("gradient norm", "policy/grad_norm")),
+        low=0.0,
     ),
     Chart(
         "Groups solved",
         "groups by the samples that solve the task: all or none teach nothing",
         _values(
-            ("by no sample", _entry("groups_solved", BY_NONE)),
-            ("by some", _entry("groups_solved", BY_SOME)),
-            ("by all", _entry("groups_solved", BY_ALL)),
+            ("by no sample", f"groups_solved/{BY_NONE}"),
+            ("by some", f"groups_solved/{BY_SOME}"),
+            ("by all", f"groups_solved/{BY_ALL}"),
         ),
         stacked=True,
     ),
     Chart(
         "Truncated responses",
         "share of responses that reached their token limit",
-        _values(("truncated", lambda one: one.truncated_share)),
+        _values(("truncated", "truncated_share")),
         low=0.0,
         high=1.0,
     ),
@@ -248,31 +245,31 @@ CHARTS = (
     Chart(
         "Sampler against trainer",
         "|log-prob of the trainer - log-prob of the sampler|, nats: mean and largest",
-        _policy(("mean gap", "behavior_gap"), ("largest gap", "behavior_gap_max")),
+        _values(("mean gap", "policy/behavior_gap"), ("largest gap", "policy/behavior_gap_max")),
     ),
     Chart("Gap by age", f"{_TOKENS} lag", _keys("policy", "behavior_gap/lag=")),
     Chart("Gap by arm", f"{_TOKENS} arm", _keys("policy", "behavior_gap/arm=")),
     Chart("Gap by numbers", f"{_TOKENS} number format", _keys("policy", "behavior_gap/numbers=")),
-    Chart("Divergence of the sampler", "k3 estimate, nats", _policy(("k3", "behavior_k3"))),
+    Chart("Divergence of the sampler", "k3 estimate, nats", _values(("k3", "policy/behavior_k3"))),
     Chart(
         "Weight of the tokens",
         "effective sample size, clipped and masked tokens, as shares",
-        _policy(
-            ("effective sample size", "effective_sample_size"),
-            ("clipped tokens", "clip_fraction"),
-            ("masked tokens", "masked_fraction"),
+        _values(
+            ("effective sample size", "policy/effective_sample_size"),
+            ("clipped tokens", "policy/clip_fraction"),
+            ("masked tokens", "policy/masked_fraction"),
         ),
         low=0.0,
     ),
     Chart(
         "Where the policy step's time went",
         "seconds of the wait for the batch, and of each part of the step",
-        _policy(
-            ("batch wait", "seconds/batch_wait"),
-            ("proximal log-probs", "seconds/proximal_logprobs"),
-            ("forward, backward", "seconds/forward_backward"),
-            ("optimizer", "seconds/optimizer"),
-            ("publish", "push_s"),
+        _values(
+            ("batch wait", "policy/seconds/batch_wait"),
+            ("proximal log-probs", "policy/seconds/proximal_logprobs"),
+            ("forward, backward", "policy/seconds/forward_backward"),
+            ("optimizer", "policy/seconds/optimizer"),
+            ("publish", "policy/push_s"),
         ),
         stacked=True,
     ),
