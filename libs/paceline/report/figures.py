@@ -5,6 +5,7 @@ A figure that a step did not measure is a gap in its line.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -34,8 +35,6 @@ class Chart(NamedTuple):
     lines: Lines
     stacked: bool = False
     smooth: bool = False  # running means, with the raw values faint behind them
-    low: float | None = None  # ends of the vertical axis; None: of the values
-    high: float | None = None
     swaps: bool = False  # dashes at the steps that a new drafter serves first
 
     def draw(self, history: RunHistory) -> str:
@@ -51,9 +50,7 @@ class Chart(NamedTuple):
             raw = [replace(one, name=f"{one.name} of a step", faint=True) for one in lines]
             series = raw + [one if one.dots else _smoothed(one) for one in series]
         marks = _swaps(history.records) if self.swaps else ()
-        return charts.line_chart(
-            series, y_label=self.title, y_min=self.low, y_max=self.high, marks=marks
-        )
+        return charts.line_chart(series, y_label=self.title, marks=marks)
 
 
 def _smoothed(series: Series) -> Series:
@@ -69,18 +66,21 @@ def _swaps(records: Sequence[StepRecord]) -> list[float]:
     ]
 
 
-def _values(*named: tuple[str, str | Of]) -> Lines:
-    """A line for each figure: label, and a path in the record ("policy/loss") or a function."""
+def _values(*figures: str | tuple[str, Of]) -> Lines:
+    """A line for each path in the record, such as "policy/loss", or for a label and a function."""
+    named = [
+        (one.rpartition("/")[2].removesuffix("_s").replace("_", " "), partial(_value, path=one))
+        if isinstance(one, str)
+        else one
+        for one in figures
+    ]
     return lambda history: [
-        Series(name, [(one.step + 1.0, _value(one, of)) for one in history.records])
-        for name, of in named
+        Series(name, [(one.step + 1.0, of(one)) for one in history.records]) for name, of in named
     ]
 
 
-def _value(record: StepRecord, of: str | Of) -> float:
-    if not isinstance(of, str):
-        return of(record)
-    field, _, key = of.partition("/")
+def _value(record: StepRecord, path: str) -> float:
+    field, _, key = path.partition("/")
     value = getattr(record, field)
     return float(value.get(key, _NAN) if key else value)
 
@@ -118,7 +118,7 @@ def _quantile(which: int) -> Of:
 
 def _learning(history: RunHistory) -> list[Series]:
     held = ((f"held-out {kind}", kind) for kind in (ACCURACY, history.widest_pass) if kind)
-    return [*_values(("reward", "reward_mean"))(history), *_dots(history, *held)]
+    return [*_values(("reward", lambda one: one.reward_mean))(history), *_dots(history, *held)]
 
 
 def _acceptance(history: RunHistory) -> list[Series]:
@@ -145,8 +145,6 @@ CHARTS = (
         f"line: mean of {_SMOOTH} steps; dots: fixed held-out prompts",
         _learning,
         smooth=True,
-        low=0.0,
-        high=1.0,
     ),
     Chart(
         "Parts of the reward",
@@ -171,7 +169,6 @@ CHARTS = (
         f"generated tokens per second of rollout, mean of {_SMOOTH} steps",
         _values(("tokens/s", lambda one: _ratio(one.response_tokens, one.rollout_s) or _NAN)),
         smooth=True,
-        low=0.0,
     ),
     Chart(
         "Arms chosen",
@@ -185,56 +182,39 @@ CHARTS = (
         _values(
             ("median", _quantile(0)), ("90th percentile", _quantile(1)), ("longest", _quantile(2))
         ),
-        low=0.0,
     ),
     Chart(
         "Where a step's time went",
         "wall seconds of each step",
-        _values(
-            ("rollout", "rollout_s"),
-            ("policy step", "policy_s"),
-            ("waiting for the drafter", "preempt_wait_s"),
-            ("rest", _rest),
-        ),
+        _values("rollout_s", "policy_s", "preempt_wait_s", ("rest", _rest)),
         stacked=True,
     ),
     Chart(
         "What the slots did",
         "slot-seconds of each step by use",
-        _values(*((use.value, f"slot_s/{use}") for use in SlotUse)),
+        _values(*(f"slot_s/{use}" for use in SlotUse)),
         stacked=True,
     ),
     Chart(
         "Drafter training",
         "whole optimiser steps inside each RL step",
-        _values(("optimiser steps", "drafter_steps")),
+        _values("drafter_steps"),
         stacked=True,
     ),
-    Chart("Loss", "mean over the trained tokens", _values(("loss", "policy/loss"))),
-    Chart("Entropy", "nats a token", _values(("entropy", "policy/entropy")), low=0.0),
-    Chart("Divergence", "nats a token", _values(("from the start policy", "policy/divergence"))),
-    Chart(
-        "Gradient norm",
-        "before it is clipped",
-        _values(("gradient norm", "policy/grad_norm")),
-        low=0.0,
-    ),
+    Chart("Loss", "mean over the trained tokens", _values("policy/loss")),
+    Chart("Entropy", "nats a token", _values("policy/entropy")),
+    Chart("Divergence", "from the start policy, nats a token", _values("policy/divergence")),
+    Chart("Gradient norm", "before it is clipped", _values("policy/grad_norm")),
     Chart(
         "Groups solved",
         "groups by the samples that solve the task: all or none teach nothing",
-        _values(
-            ("by no sample", f"groups_solved/{BY_NONE}"),
-            ("by some", f"groups_solved/{BY_SOME}"),
-            ("by all", f"groups_solved/{BY_ALL}"),
-        ),
+        _values(f"groups_solved/{BY_NONE}", f"groups_solved/{BY_SOME}", f"groups_solved/{BY_ALL}"),
         stacked=True,
     ),
     Chart(
         "Truncated responses",
         "share of responses that reached their token limit",
-        _values(("truncated", "truncated_share")),
-        low=0.0,
-        high=1.0,
+        _values("truncated_share"),
     ),
     Chart(
         "Staleness",
@@ -245,31 +225,26 @@ CHARTS = (
     Chart(
         "Sampler against trainer",
         "|log-prob of the trainer - log-prob of the sampler|, nats: mean and largest",
-        _values(("mean gap", "policy/behavior_gap"), ("largest gap", "policy/behavior_gap_max")),
+        _values("policy/behavior_gap", "policy/behavior_gap_max"),
     ),
     Chart("Gap by age", f"{_TOKENS} lag", _keys("policy", "behavior_gap/lag=")),
     Chart("Gap by arm", f"{_TOKENS} arm", _keys("policy", "behavior_gap/arm=")),
     Chart("Gap by numbers", f"{_TOKENS} number format", _keys("policy", "behavior_gap/numbers=")),
-    Chart("Divergence of the sampler", "k3 estimate, nats", _values(("k3", "policy/behavior_k3"))),
+    Chart("Divergence of the sampler", "k3 estimate, nats", _values("policy/behavior_k3")),
     Chart(
         "Weight of the tokens",
         "effective sample size, clipped and masked tokens, as shares",
-        _values(
-            ("effective sample size", "policy/effective_sample_size"),
-            ("clipped tokens", "policy/clip_fraction"),
-            ("masked tokens", "policy/masked_fraction"),
-        ),
-        low=0.0,
+        _values("policy/effective_sample_size", "policy/clip_fraction", "policy/masked_fraction"),
     ),
     Chart(
         "Where the policy step's time went",
         "seconds of the wait for the batch, and of each part of the step",
         _values(
-            ("batch wait", "policy/seconds/batch_wait"),
-            ("proximal log-probs", "policy/seconds/proximal_logprobs"),
-            ("forward, backward", "policy/seconds/forward_backward"),
-            ("optimizer", "policy/seconds/optimizer"),
-            ("publish", "policy/push_s"),
+            "policy/seconds/batch_wait",
+            "policy/seconds/proximal_logprobs",
+            "policy/seconds/forward_backward",
+            "policy/seconds/optimizer",
+            "policy/push_s",
         ),
         stacked=True,
     ),

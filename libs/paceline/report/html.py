@@ -21,12 +21,7 @@ _HOLDERS = {
     "drafter": ("drafter training", "c2"),
     "none": ("idle", "c7"),
 }
-_SERVICES = {
-    "coordinator": "c4",
-    "gateway": "c0",
-    "policy_trainer": "c1",
-    "drafter_trainer": "c2",
-}
+_SERVICES = {"coordinator": "c4", "gateway": "c0", "policy_trainer": "c1", "drafter_trainer": "c2"}
 _ZOOM_STEPS = 3
 _TRACE_ROWS = 32
 _MARKUP = Environment(
