@@ -8,10 +8,10 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from paceline.addresses import exempt_loopback
 from paceline.errors import ConfigError
@@ -29,71 +29,54 @@ _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "tracki
 _log = get_logger(__name__)
 
 
-class TensorBoard:
+Tracker = tuple[Callable[[int, dict[str, float]], None], Callable[[], None]]
+"""Writes the figures of a step; ends."""
+
+
+def open_tensorboard(run_id: str, run_dir: Path) -> Tracker:
     """Event files in <run.dir>/tensorboard; each start of the run has its own file."""
+    from tensorboardX import SummaryWriter
 
-    def __init__(self, run_id: str, run_dir: Path) -> None:
-        from tensorboardX import SummaryWriter
+    # The default name has a resolution of seconds, so a second start within one second would
+    # overwrite the first file.
+    writer = SummaryWriter(str(run_dir / "tensorboard"), filename_suffix=f".{time.time_ns()}")
 
-        # The default name has a resolution of seconds, so a second start within one second would
-        # overwrite the first file.
-        own = f".{time.time_ns()}"
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), filename_suffix=own)
-
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Writes one scalar per figure and flushes it to disk."""
+    def log(step: int, figures: dict[str, float]) -> None:
         for name, value in figures.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+            writer.add_scalar(name, value, step)
+        writer.flush()
 
-    def close(self) -> None:
-        """Closes the file."""
-        self._writer.close()
+    return log, writer.close
 
 
-class _LikeWandb:
-    """A run in a library with the interface of wandb, resumed if it exists."""
-
-    def __init__(self, run: Any) -> None:
-        self._run = run
-
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Writes all figures of a step. wandb drops figures of a step before the last logged step,
-        and logs a warning.
-        """
-        self._run.log(dict(figures), step=step)
-
-    def close(self) -> None:
-        """Ends the upload or the library's thread."""
-        self._run.finish()
-
-
-def weights_and_biases(run_id: str, run_dir: Path) -> _LikeWandb:
+def open_wandb(run_id: str, run_dir: Path) -> Tracker:
     """A run of project paceline under the run's id; files in <run.dir>/wandb. WANDB_MODE=offline
-    sends nothing.
+    sends nothing. wandb drops figures of a step before the last logged step, and logs a warning.
     """
     import wandb
 
     exempt_loopback(os.environ.get("WANDB_BASE_URL", ""))
     run_dir.mkdir(parents=True, exist_ok=True)
     words = {"project": PROJECT, "id": run_id, "name": run_id, "resume": "allow"}
-    return _LikeWandb(wandb.init(**words, dir=str(run_dir)))
+    run = wandb.init(**words, dir=str(run_dir))
+    return lambda step, figures: run.log(figures, step=step), run.finish
 
 
-def trackio(run_id: str, run_dir: Path) -> _LikeWandb:
+def open_trackio(run_id: str, run_dir: Path) -> Tracker:
     """A run of project paceline under the run's id, in trackio's directory (TRACKIO_DIR)."""
     import trackio
 
     exempt_loopback()
-    return _LikeWandb(trackio.init(project=PROJECT, name=run_id, resume="allow", embed=False))
+    run = trackio.init(project=PROJECT, name=run_id, resume="allow", embed=False)
+    return lambda step, figures: run.log(figures, step=step), run.finish
 
 
 Points = queue.Queue[tuple[int, dict[str, float]] | None]
 """Steps and their figures; None ends the queue."""
-TRACKERS: dict[str, Callable[[str, Path], TensorBoard | _LikeWandb]] = {
-    "tensorboard": TensorBoard,
-    "wandb": weights_and_biases,
-    "trackio": trackio,
+TRACKERS: dict[str, Callable[[str, Path], Tracker]] = {
+    "tensorboard": open_tensorboard,
+    "wandb": open_wandb,
+    "trackio": open_trackio,
 }
 """Each receiver of figures is created and used in one thread."""
 
@@ -152,10 +135,10 @@ class Tracking:
 
     def _follow(self, name: str) -> None:
         try:
-            tracker = TRACKERS[name](self._run_id, self._run_dir)
+            log, close = TRACKERS[name](self._run_id, self._run_dir)
             while (point := self._queues[name].get()) is not None:
-                tracker.log(*point)
-            tracker.close()
+                log(*point)
+            close()
         except Exception as error:  # noqa: BLE001
             # A tracker's library may raise any exception; no such exception may end the run.
             _log.exception("tracker_failed", tracker=name, error=str(error))

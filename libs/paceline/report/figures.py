@@ -113,7 +113,7 @@ def _ratio(part: float, whole: float) -> float:
 
 def _quantile(which: int) -> Of:
     """One of the three quantiles of the response lengths: median, 90th percentile, longest."""
-    return lambda one: float(([*one.response_length_quantiles] or [_NAN] * 3)[which])
+    return lambda one: float(dict(enumerate(one.response_length_quantiles)).get(which, _NAN))
 
 
 def _learning(history: RunHistory) -> list[Series]:

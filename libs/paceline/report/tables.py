@@ -90,8 +90,8 @@ def gate_table(decisions: Sequence[DrafterDecision]) -> Table:
     """The newest decisions, newest first: candidate against serving drafter."""
     title = "The drafter's gate"
     note = "newest decisions: candidate against the drafter that served"
-    heads = ("step", "decision", "drafter", "kind", "accepted length", "speed-up", "noise")
-    heads = (*heads, "positions", "its steps")
+    judged = ("accepted length", "speed-up", "noise", "positions", "its steps")
+    heads = ("step", "decision", "drafter", "kind", *judged)
     rows = [_decided(one) for one in reversed(decisions)]
     return Table(title, note, heads, 4, rows, "the gate has not judged any drafter")
 

@@ -30,8 +30,7 @@ from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.whole_files import DISK_FULL
 
 T = TypeVar("T")
-STILL_S = 300.0
-"""Seconds without progress of the policy trainer after which the wait for its checkpoint ends."""
+log = get_logger("coordinator")
 
 
 class Peers:
@@ -188,7 +187,7 @@ class Calls:
 
     def went_without(self, service: Service, what: str, error: PacelineError) -> None:
         """Records the failed call of an optional service that no phase waits for."""
-        get_logger("coordinator").warning(
+        log.warning(
             "the run goes on without an answer", service=service, call=what, error=str(error)
         )
         if isinstance(error, Unavailable):

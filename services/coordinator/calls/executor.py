@@ -14,11 +14,10 @@ from paceline.errors import PacelineError, Unavailable
 from paceline.local.patience import patient
 from paceline.rpc.progress import ASK_S, ask_progress
 from paceline.services.coordinator.calls import rollouts, slots, trainers, weights
-from paceline.services.coordinator.calls.base import Absence, Calls, Reported, each
+from paceline.services.coordinator.calls.base import Absence, Calls, Reported, each, log
 from paceline.services.coordinator.machine import commands, events
 from paceline.services.coordinator.machine.commands import Command
 from paceline.services.coordinator.machine.state import OPTIONAL
-from paceline.telemetry import get_logger
 
 CLOSE_S = 10.0
 """Seconds that cancelled calls have for their cleanup."""
@@ -99,7 +98,6 @@ class Executor:
         """
         self._calls = calls
         self._on_defect = on_defect
-        self._log = get_logger("coordinator")
         self._running: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # including replaced calls
 
@@ -139,7 +137,7 @@ class Executor:
         if self._running.get(kind) is task:
             del self._running[kind]
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._log.error("call failed", call=kind, exc_info=error)
+            log.error("call failed", call=kind, exc_info=error)
             self._on_defect(error)
 
 
@@ -150,6 +148,4 @@ async def until_gone(tasks: Collection[asyncio.Task[None]], deadline_s: float) -
     left = (await asyncio.wait(tasks, timeout=deadline_s))[1] if tasks else ()
     if left:
         names = sorted(task.get_name() for task in left)
-        get_logger("coordinator").error(
-            "calls did not end in time", calls=names, after_s=deadline_s
-        )
+        log.error("calls did not end in time", calls=names, after_s=deadline_s)

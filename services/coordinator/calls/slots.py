@@ -11,13 +11,12 @@ from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
 from paceline.local.news import tell_supervisor
 from paceline.local.patience import patient
 from paceline.rpc import leased, responses, rpc_errors
-from paceline.services.coordinator.calls.base import Calls, each
+from paceline.services.coordinator.calls.base import Calls, each, log
 from paceline.services.coordinator.calls.gateways import ask_all, by_gateway
 from paceline.services.coordinator.machine import commands, events
 from paceline.services.coordinator.machine.settings import Schedule
 from paceline.services.coordinator.machine.slots import Holder
 from paceline.services.coordinator.machine.state import Phase, Service
-from paceline.telemetry import get_logger
 from paceline.trajectory import PLAIN_PATH
 from paceline.v1 import policy_pb2, rollout_pb2
 from paceline.v1.drafter_pb2 import PreemptRequest, PreemptResponse
@@ -104,7 +103,7 @@ async def give_back(calls: Calls, step: int, epoch: int) -> None:
     try:
         await resume(calls, commands.StepCommand(step, epoch))
     except PacelineError as error:
-        get_logger("coordinator").info("workers stay lent out for now", error=str(error))
+        log.info("workers stay lent out for now", error=str(error))
 
 
 async def request_preemption(calls: Calls, context: CommandContext) -> PreemptResponse:
@@ -134,7 +133,7 @@ async def hand_back(calls: Calls, command: commands.HandBack) -> None:
     If a trainer does not answer, the workers stay lent only if that trainer may still compute
     there.
     """
-    config, peers, log = calls.config, calls.peers, get_logger("coordinator")
+    config, peers = calls.config, calls.peers
     try:
         if command.drafter_epoch:
             lease = leased(config.security, config.run.id, command.step, command.drafter_epoch)
@@ -167,7 +166,7 @@ async def _listen_on(calls: Calls, rollout: Any) -> None:
                     async for waiting in news:
                         await _reclaim(calls, waiting)
         except PacelineError as error:
-            get_logger("coordinator").debug("the gateway does not answer", error=str(error))
+            log.debug("the gateway does not answer", error=str(error))
         await asyncio.sleep(_PAUSE_S)
 
 
@@ -199,7 +198,7 @@ def report_inexact_paths(calls: Calls, epoch: int, stepped: policy_pb2.PolicySte
             "upper_bound": one.upper_bound,
         }
         details[one.path] = figures
-        get_logger("coordinator").error("inexact_path", path=one.path, **figures)
+        log.error("inexact_path", path=one.path, **figures)
         follows = "nothing is left to turn off" if one.path == PLAIN_PATH else "it is quarantined"
         tell_supervisor(
             "impaired",
@@ -218,7 +217,6 @@ async def quarantine(calls: Calls, command: commands.Quarantine) -> None:
     try:
         await withhold(calls, calls.context(command))
     except PacelineError as error:
-        log = get_logger("coordinator")
         log.error("the quarantine waits for the next rollouts", error=str(error))
 
 
@@ -230,4 +228,4 @@ async def withhold(calls: Calls, context: CommandContext) -> None:
     request = rollout_pb2.QuarantineRequest(context=context, paths=paths)
     answers = await ask_all(calls, "Quarantine", request, _QUARANTINE_S)
     if unmet := sorted({path for answer in answers for path in answer.unmet}):
-        get_logger("coordinator").error("paths_stay", paths=unmet)
+        log.error("paths_stay", paths=unmet)

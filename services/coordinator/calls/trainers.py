@@ -11,16 +11,17 @@ from paceline.messages import versions_to_proto
 from paceline.rpc import rpc_errors
 from paceline.rpc.progress import while_moving
 from paceline.services.coordinator.calls import slots
-from paceline.services.coordinator.calls.base import RANK_LOST, STEP_ORDER, STILL_S, Calls, answers
+from paceline.services.coordinator.calls.base import RANK_LOST, STEP_ORDER, Calls, answers, log
 from paceline.services.coordinator.calls.figures import accept_lengths, message_figures, round_costs
 from paceline.services.coordinator.machine import commands, events
 from paceline.services.coordinator.machine.slots import Holder
 from paceline.services.coordinator.machine.state import Service
-from paceline.telemetry import get_logger
 from paceline.v1 import drafter_pb2, policy_pb2
 
 ACTIVATION_S = 30.0
 """Maximum time from a lease to the drafter's training, on an idle machine, seconds."""
+STILL_S = 300.0
+"""Seconds without progress of the policy trainer after which the wait for its checkpoint ends."""
 OPTIONAL_STILL_S = 60.0
 """Seconds without progress of an optional service after which the run ends without its answer."""
 
@@ -238,7 +239,7 @@ async def save_checkpoints(calls: Calls, command: commands.SaveCheckpoints) -> N
     try:
         await slots.resume(calls, command)  # agents may send requests after the run
     except PacelineError as error:
-        get_logger("coordinator").warning("workers stay lent out", error=str(error))
+        log.warning("workers stay lent out", error=str(error))
     paths, context = {"policy": "", "drafter": ""}, calls.context(command)
     if command.step:
         policy, still_s = policy_pb2.SavePolicyCheckpointRequest(context=context), patient(STILL_S)
@@ -267,4 +268,4 @@ async def keep_if_best(calls: Calls, command: commands.Evaluate, evaluation: flo
     try:
         await calls.peers.save_policy(request, patient(STILL_S))
     except PacelineError as error:
-        get_logger("coordinator").warning("best checkpoint not kept", error=str(error))
+        log.warning("best checkpoint not kept", error=str(error))
