@@ -287,21 +287,14 @@ class CoordinatorConfig(ServiceConfig):
                 seen=self.learner_slots,
                 allowed="0" if colocated else ">= 1",
             )
-        if schedule is not settings.Schedule.SYNC:
-            self._check_ahead()
-
-    def _check_ahead(self) -> None:
-        """Raises ConfigError for settings that require rollouts and learner to take turns."""
-        schedule = self.schedule
-        if self.drafter_enabled and self.drafter_schedule == "serial":
+        serial = self.drafter_enabled and self.drafter_schedule == "serial"
+        if serial and schedule is not settings.Schedule.SYNC:
             raise ConfigError(
                 "a serial drafter trains while nothing is rolled out",
                 seen=f"coordinator.schedule={schedule}",
                 allowed="coordinator.schedule=sync, or drafter_schedule=harvest",
             )
-        if schedule is settings.Schedule.ONE_STEP_OFF:
-            return
-        if self.open_traffic:
+        if self.open_traffic and schedule is settings.Schedule.FULLY_ASYNC:
             raise ConfigError(
                 "in open traffic the groups of a step are those that agents bring to it",
                 seen=f"coordinator.schedule={schedule}",

@@ -38,17 +38,11 @@ class AcceptanceWatch:
             return None
         tokens = event.details.get("trained_round_tokens")
         rounds = event.details.get("trained_rounds")
-        if not isinstance(tokens, int) or not isinstance(rounds, int):
+        if not isinstance(tokens, int) or not isinstance(rounds, int) or not rounds:
             return None
-        return self.compare(before.versions.drafter, tokens, rounds)
-
-    def compare(self, drafter_version: int, tokens: int, rounds: int) -> dict[str, float] | None:
-        """As `observe`, from one step's drafted rounds of the trained drafter and their tokens."""
-        if not rounds:
-            return None
-        now = tokens / rounds
-        last, self.last = self.last, (drafter_version, now)
-        if last is None or last[0] == drafter_version:
+        now, last, drafter = tokens / rounds, self.last, before.versions.drafter
+        self.last = drafter, now
+        if last is None or last[0] == drafter:
             return None
         fell = self._drop > 0 and last[1] - now > self._drop
         return {"before": last[1], "now": now, "drop": self._drop} if fell else None

@@ -38,11 +38,9 @@ class FinishedSamples:
 
     def add(self, sample: SampleFinished) -> None:
         """Adds one sample."""
-        index = self._index.get(sample.group_id)
-        if index is None:
-            self._found[0, sample.group_id, sample.sample_index, sample.session_id] = sample
-        else:
-            self._found[index, "", sample.sample_index, ""] = sample
+        index, number = self._index.get(sample.group_id), sample.sample_index
+        own = (0, sample.group_id, number, sample.session_id)
+        self._found[own if index is None else (index, "", number, "")] = sample
 
     @property
     def ordered(self) -> list[SampleFinished]:

@@ -13,7 +13,7 @@ from paceline.services.coordinator.calls.figures import (
     pulls,
     rollout_figures,
 )
-from paceline.services.coordinator.machine import commands, events, rollout, state
+from paceline.services.coordinator.machine import commands, events, schedule, state
 from paceline.services.coordinator.machine.events import PASSED, Event, Figure
 from paceline.services.coordinator.machine.settings import KEPT, RunSettings, Schedule
 from paceline.v1 import rollout_pb2
@@ -78,7 +78,7 @@ async def run_tasks(calls: base.Calls, command: commands.RunTasks) -> None:
         return events.WorkerLost(calls.now(), command.epoch, worker)
 
     service, deadline_s = state.Service.GATEWAY, calls.config.step_deadline_s
-    epoch, groups = command.epoch, tuple(rollout.bits(command.places))
+    epoch, groups = command.epoch, tuple(schedule.bits(command.places))
     with calls.reported(service, "tasks", command, deadline_s=deadline_s):
         request = calls.source.step_request(
             command.step, epoch, command.round, groups, capture=command.capture

@@ -56,15 +56,15 @@ async def release(
     # listener.
     outlasts_s = deadline_s if holder is Holder.POLICY else 0.0
     context, rollouts = calls.context(command), calls.peers.rollouts
+    # Rollouts that resume later from their tokens need no drain.
+    resumes = holder is Holder.POLICY and settings.schedule is not Schedule.SYNC
+    drain_s = 0.0 if resumes else None
     requests = {
         number: rollout_pb2.ReleaseWorkersRequest(
-            context=context, workers=own, outlasts_s=outlasts_s
+            context=context, workers=own, outlasts_s=outlasts_s, drain_s=drain_s
         )
         for number, own in by_gateway(workers, calls.workers_of_each).items()
     }
-    if holder is Holder.POLICY and settings.schedule is not Schedule.SYNC:
-        for request in requests.values():
-            request.drain_s = 0.0  # rollouts resume later from their tokens; no drain is needed
     asked_s = calls.now()
     with (
         calls.reported(Service.GATEWAY, what, command, deadline_s=deadline_s, event_of=event_of),

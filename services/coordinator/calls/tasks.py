@@ -65,11 +65,8 @@ class TaskSource:
     @property
     def samples_per_step(self) -> int:
         """Requested samples per step; 0 in open traffic, where agents decide."""
-        return (
-            0
-            if self._config.open_traffic
-            else self._config.prompts_per_step * self._config.samples_per_task
-        )
+        config = self._config
+        return 0 if config.open_traffic else config.prompts_per_step * config.samples_per_task
 
     def step_request(
         self,

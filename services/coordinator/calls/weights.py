@@ -4,7 +4,6 @@ damaged sets.
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from paceline.errors import DataLoss, FailedPrecondition, NotFound, PacelineError
 from paceline.local.patience import patient
@@ -22,7 +21,6 @@ from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.v1.weights_pb2 import GetVersionsRequest, GetVersionsResponse
-from paceline.v1.weights_pb2_grpc import WeightServiceStub
 from paceline.weights import abort_version, commit_versions
 from paceline.weights.push import COMMAND_DEADLINE_S
 
@@ -32,14 +30,9 @@ REFUSALS = (DataLoss, FailedPrecondition, NotFound)
 
 async def versions_at_gateways(calls: Calls, deadline_s: float) -> list[GetVersionsResponse]:
     """Each gateway's serving set and its damaged parts. Raises PacelineErrors."""
-    stubs: list[Any] = [
-        WeightServiceStub(one)  # type: ignore[no-untyped-call]
-        for one in calls.peers.gateways
-    ]
     with rpc_errors():
-        return await each(
-            stub.GetVersions(GetVersionsRequest(), timeout=deadline_s) for stub in stubs
-        )
+        request, stubs = GetVersionsRequest(), calls.peers.weights
+        return await each(stub.GetVersions(request, timeout=deadline_s) for stub in stubs)
 
 
 async def mend(calls: Calls, command: commands.RunTasks | commands.Evaluate) -> None:

@@ -1,14 +1,11 @@
 """Rolls steps out: every worker gets its share and releases its slots after it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
-from paceline.services.coordinator.machine import commands, drafter, events, losses, slots
+from paceline.services.coordinator.machine import commands, drafter, events, losses, schedule, slots
 from paceline.services.coordinator.machine.commands import Decision
 from paceline.services.coordinator.machine.state import DrawnStep, MachineError, Phase, State
-
-FEW = 64
-"""Up to this many bits, a loop over set bits is faster than one over all places."""
 
 
 def step_began(state: State, event: events.StepBegan) -> Decision:
@@ -165,7 +162,7 @@ def _release(state: State, workers: int) -> State:
     """Releases the slots of the given workers, a bit each, if they owe no share."""
     for draw in state.rollouts.running:
         workers &= ~draw.owed
-    leaving = list(bits(workers))
+    leaving = list(schedule.bits(workers))
     held = [
         slot
         for worker in leaving
@@ -174,15 +171,3 @@ def _release(state: State, workers: int) -> State:
     ]
     state = state.move_workers(leaving, slots.Cause.SHARE_DONE)
     return replace(state, drafter_benched=False).free_slots(held)
-
-
-def bits(number: int) -> Iterator[int]:
-    """Places of the bits that are set, in order."""
-    if number.bit_count() > FEW:  # each loop below copies the whole number
-        digits = enumerate(reversed(bin(number)))
-        yield from (place for place, digit in digits if digit == "1")
-        return
-    while number:
-        lowest = number & -number
-        yield lowest.bit_length() - 1
-        number ^= lowest
