@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -185,11 +186,9 @@ async def _leave(config: CoordinatorConfig, runner: Runner, stop: asyncio.Event)
     """Waits FINISH_GRACE_S for subscribers to read the last facts. Raises RunFailed for a failed
     run.
     """
-    try:
+    with suppress(TimeoutError):
         async with asyncio.timeout(FINISH_GRACE_S):
             await stop.wait()
-    except TimeoutError:
-        pass
     state = runner.transitions.state
     if state.phase is Phase.FAILED:
         raise RunFailed(f"run {config.run.id} failed in step {state.step}: {state.failure}")

@@ -25,7 +25,6 @@ WAITING = 1024
 """Maximum steps queued for a slow tracker; further steps are dropped and counted."""
 CLOSE_S = 20.0
 """Seconds that a tracker may take at the end of a run."""
-_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
 _log = get_logger(__name__)
 
 
@@ -73,22 +72,22 @@ def open_trackio(run_id: str, run_dir: Path) -> Tracker:
 
 Points = queue.Queue[tuple[int, dict[str, float]] | None]
 """Steps and their figures; None ends the queue."""
-TRACKERS: dict[str, Callable[[str, Path], Tracker]] = {
-    "tensorboard": open_tensorboard,
-    "wandb": open_wandb,
-    "trackio": open_trackio,
+TRACKERS: dict[str, tuple[str, Callable[[str, Path], Tracker]]] = {
+    "tensorboard": ("tensorboardX", open_tensorboard),
+    "wandb": ("wandb", open_wandb),
+    "trackio": ("trackio", open_trackio),
 }
-"""Each receiver of figures is created and used in one thread."""
+"""Package and opener of each receiver of figures, which is created and used in one thread."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
     """Raises ConfigError for a tracker without its package."""
     for name in names:
-        if find_spec(_PACKAGES[name]) is None:
+        if find_spec(package := TRACKERS[name][0]) is None:
             raise ConfigError(
-                f"coordinator.trackers: not installed; pip install {_PACKAGES[name]}",
+                f"coordinator.trackers: not installed; pip install {package}",
                 seen=name,
-                allowed=[one for one, package in _PACKAGES.items() if find_spec(package)],
+                allowed=[one for one, (found, _) in TRACKERS.items() if find_spec(found)],
             )
 
 
@@ -135,7 +134,7 @@ class Tracking:
 
     def _follow(self, name: str) -> None:
         try:
-            log, close = TRACKERS[name](self._run_id, self._run_dir)
+            log, close = TRACKERS[name][1](self._run_id, self._run_dir)
             while (point := self._queues[name].get()) is not None:
                 log(*point)
             close()

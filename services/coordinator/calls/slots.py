@@ -190,13 +190,8 @@ def report_inexact_paths(calls: Calls, epoch: int, stepped: policy_pb2.PolicySte
         return
     details: dict[str, events.Figure] = {}
     for one in stepped.beyond:
-        figures = {
-            "tokens": one.tokens,
-            "mean": one.mean,
-            "upper": one.upper,
-            "mean_bound": one.mean_bound,
-            "upper_bound": one.upper_bound,
-        }
+        measured = ("tokens", "mean", "upper", "mean_bound", "upper_bound")
+        figures = {name: getattr(one, name) for name in measured}
         details[one.path] = figures
         log.error("inexact_path", path=one.path, **figures)
         follows = "nothing is left to turn off" if one.path == PLAIN_PATH else "it is quarantined"

@@ -160,16 +160,13 @@ def pauses(state: State) -> bool:
 def evaluations_due(settings: RunSettings, finished: int) -> tuple[Evaluation, ...]:
     """Evaluations due after that many finished steps."""
     ends = finished in (0, settings.total_steps)
-    due: list[Evaluation] = []
-    if settings.accuracy_enabled and (
-        ends or (settings.accuracy_every and finished % settings.accuracy_every == 0)
-    ):
-        due.append(Evaluation.ACCURACY)
-    if settings.probe_enabled and (
-        ends or (settings.probe_every and finished % settings.probe_every == 0)
-    ):
-        due.append(Evaluation.PROBE)
-    return tuple(due)
+    kinds = (
+        (Evaluation.ACCURACY, settings.accuracy_enabled, settings.accuracy_every),
+        (Evaluation.PROBE, settings.probe_enabled, settings.probe_every),
+    )
+    return tuple(
+        kind for kind, on, every in kinds if on and (ends or (every and finished % every == 0))
+    )
 
 
 def _before_evaluations(state: State) -> bool:

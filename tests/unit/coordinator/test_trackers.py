@@ -101,7 +101,7 @@ def test_a_slow_tracker_loses_steps_which_are_counted_and_a_broken_one_ends_alon
         released.wait(60)
         return log, close
 
-    monkeypatch.setattr(trackers, "TRACKERS", {"stuck": open_stuck})
+    monkeypatch.setattr(trackers, "TRACKERS", {"stuck": ("stuck", open_stuck)})
     monkeypatch.setattr(trackers, "WAITING", 4)
     tracking = Tracking(["stuck"], "r", tmp_path)
     for step in range(7):
