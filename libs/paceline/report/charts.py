@@ -100,7 +100,7 @@ def line_chart(series: Sequence[Series], *, y_label: str, marks: Sequence[float]
     low, high = min(0.0, *ys), max(0.0, *ys)
     pad = (high - low or 1.0) * 0.06
     right = max(xs) if max(xs) > min(xs) else min(xs) + 1
-    frame = Frame(min(xs), right, low - pad if low else 0.0, high + pad if high else 0.0)
+    frame = Frame(min(xs), right, low - pad if low else 0.0, high + pad)
     bottom = frame.height - _BOTTOM
     dashes = [
         f'<path class="mark" d="M{frame.x(x):.1f} {_TOP}V{bottom}"/>' for x in marks[:_POINTS_DRAWN]

@@ -131,6 +131,11 @@ def test_a_line_spans_its_frame_and_breaks_at_a_gap() -> None:
     )
 
 
+def test_a_line_of_zeros_lies_on_the_axis() -> None:
+    drawn = line_chart([Series("x", [(1, 0.0), (2, 0.0), (3, 0.0)], "c0")], y_label="y")
+    assert 'd="M46.0 176.0L297.0 176.0L548.0 176.0"' in drawn
+
+
 def test_columns_add_up_to_the_height_of_the_whole() -> None:
     drawn = stacked_columns(
         [Series("a", [(1.0, 0.25)], "c0"), Series("b", [(1.0, 0.75)], "c1")], y_label="y"
