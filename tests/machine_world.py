@@ -15,7 +15,7 @@ from typing import NamedTuple
 from paceline.services.coordinator.machine import commands, events
 from paceline.services.coordinator.machine.commands import Command
 from paceline.services.coordinator.machine.events import Event
-from paceline.services.coordinator.machine.rollout import bits
+from paceline.services.coordinator.machine.schedule import bits
 from paceline.services.coordinator.machine.settings import RunSettings, Schedule
 from paceline.services.coordinator.machine.state import OPTIONAL, DrawnStep, Phase, Service, State
 from paceline.services.coordinator.machine.step import LIVE, step

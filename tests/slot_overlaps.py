@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.report.slots import SlotInterval
+from paceline.report.journal import SlotInterval, StepWindow
 
 
 def overlaps(intervals: Sequence[SlotInterval]) -> list[tuple[SlotInterval, SlotInterval]]:
@@ -18,3 +18,15 @@ def overlaps(intervals: Sequence[SlotInterval]) -> list[tuple[SlotInterval, Slot
             if later.end_s > later.start_s:
                 found.append((earlier, later))
     return found
+
+
+def held_seconds(
+    intervals: Sequence[SlotInterval], holder: str, windows: Sequence[StepWindow]
+) -> float:
+    """Slot-seconds of one holder inside the windows."""
+    return sum(
+        max(0.0, min(interval.end_s, window.end_s) - max(interval.start_s, window.start_s))
+        for interval in intervals
+        if interval.holder == holder
+        for window in windows
+    )

@@ -36,6 +36,7 @@ from benchmarks.demo_runs import DemoPlan, demo_folder, words
 from benchmarks.options import above_zero, not_negative
 from benchmarks.processes import marked
 from benchmarks.result import Goal, machine
+from benchmarks.trespasses import read_trespasses
 from paceline.local.patience import VARIABLE
 from paceline.local.processes import child_environment, usable_cores
 
@@ -242,7 +243,7 @@ def _judge(found: Starved, plan: DemoPlan, undisturbed: DemoPlan) -> None:
     found.wrong |= {"lost": verdict.lost, "duplicated": verdict.duplicated}
     found.wrong["unequal"] = unequal(mine, theirs)
     done = plan.read() if (run / "summary.json").is_file() else None
-    trespasses = done.summary["trespasses"] if done else {"summary": "missing"}
+    trespasses = read_trespasses(run) if done else {"summary": "missing"}
     found.wrong["trespasses"] = [f"{one}: {count}" for one, count in trespasses.items() if count]
     found.parts = {
         "trained": verdict.trained,

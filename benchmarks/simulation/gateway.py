@@ -13,7 +13,7 @@ from benchmarks.simulation.decoding import SimulatedResponse, SimulatedWorker
 from benchmarks.simulation.site import Site
 from paceline.services.coordinator.journal.groups import FIGURE
 from paceline.services.coordinator.machine import commands, events
-from paceline.services.coordinator.machine.rollout import bits
+from paceline.services.coordinator.machine.schedule import bits
 from paceline.services.coordinator.machine.settings import CommitMode, RunSettings, Schedule
 from paceline.services.coordinator.machine.state import Portion
 from paceline.streams.journal import SlotUse

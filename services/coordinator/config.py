@@ -1,7 +1,7 @@
 """Declares the settings of the coordinator: names, defaults and ranges."""
 
 from dataclasses import fields
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -30,13 +30,6 @@ TRAIN_DURING_PUSH = True
 """Whether the drafter trains on the policy's slots during the push, in the schedule sync,
 colocated.
 """
-
-
-class Scoring(NamedTuple):
-    """The gateway's names of the environment that runs a task and the reward that scores it."""
-
-    environment: str
-    reward: str
 
 
 class SamplingConfig(Config):
@@ -249,32 +242,29 @@ class CoordinatorConfig(ServiceConfig):
         self._check_samples()
         if not self.heldout_path:
             return
-        evaluation, section = self.evaluated_by, "coordinator.evaluation"
-        if self.open_traffic and evaluation.environment == EXTERNAL:
+        environment, reward = self.evaluated_by
+        if self.open_traffic and environment == EXTERNAL:
             raise ConfigError(
-                f"in open traffic nobody claims held-out tasks; set {section}.environment",
-                seen=evaluation.environment,
+                "in open traffic nobody claims held-out tasks; set "
+                "coordinator.evaluation.environment",
+                seen=environment,
                 allowed="an environment of the gateway, e.g. single_turn",
             )
 
-        _check_reward(section, evaluation.environment, evaluation.reward)
+        _check_reward("coordinator.evaluation", environment, reward)
 
     def _check_samples(self) -> None:
         """Raises ConfigError when one call would request more than MAX_SAMPLES samples."""
         evaluation = self.evaluation
-        for product, samples in (
-            ("prompts_per_step x samples_per_task", self.prompts_per_step * self.samples_per_task),
-            (
-                "evaluation.heldout_prompts x evaluation.samples",
-                evaluation.heldout_prompts * evaluation.samples,
-            ),
+        step = self.prompts_per_step * self.samples_per_task
+        heldout = evaluation.heldout_prompts * evaluation.samples
+        for samples, product in (
+            (step, "prompts_per_step x samples_per_task"),
+            (heldout, "evaluation.heldout_prompts x evaluation.samples"),
         ):
             if samples > MAX_SAMPLES:
-                raise ConfigError(
-                    f"too many samples at once: coordinator.{product}",
-                    seen=samples,
-                    allowed=f"1..{MAX_SAMPLES}",
-                )
+                message = f"too many samples at once: coordinator.{product}"
+                raise ConfigError(message, seen=samples, allowed=f"1..{MAX_SAMPLES}")
 
     def _check_tracks(self) -> None:
         """Raises ConfigError for a schedule and a placement that contradict other settings."""
@@ -297,21 +287,14 @@ class CoordinatorConfig(ServiceConfig):
                 seen=self.learner_slots,
                 allowed="0" if colocated else ">= 1",
             )
-        if schedule is not settings.Schedule.SYNC:
-            self._check_ahead()
-
-    def _check_ahead(self) -> None:
-        """Raises ConfigError for settings that require rollouts and learner to take turns."""
-        schedule = self.schedule
-        if self.drafter_enabled and self.drafter_schedule == "serial":
+        serial = self.drafter_enabled and self.drafter_schedule == "serial"
+        if serial and schedule is not settings.Schedule.SYNC:
             raise ConfigError(
                 "a serial drafter trains while nothing is rolled out",
                 seen=f"coordinator.schedule={schedule}",
                 allowed="coordinator.schedule=sync, or drafter_schedule=harvest",
             )
-        if schedule is settings.Schedule.ONE_STEP_OFF:
-            return
-        if self.open_traffic:
+        if self.open_traffic and schedule is settings.Schedule.FULLY_ASYNC:
             raise ConfigError(
                 "in open traffic the groups of a step are those that agents bring to it",
                 seen=f"coordinator.schedule={schedule}",
@@ -326,18 +309,16 @@ class CoordinatorConfig(ServiceConfig):
         return 0 if self.schedule is settings.Schedule.SYNC else 1
 
     @property
-    def evaluated_by(self) -> Scoring:
+    def evaluated_by(self) -> tuple[str, str]:
         """Environment and reward of evaluations."""
-        return Scoring(
-            self.evaluation.environment or self.environment, self.evaluation.reward or self.reward
-        )
+        own = self.evaluation
+        return own.environment or self.environment, own.reward or self.reward
 
     def machine_settings(self, workers: int) -> settings.RunSettings:
         """The machine's settings."""
         evaluated = bool(self.heldout_path)
-        alike = {field.name for field in fields(settings.RunSettings)} & type(
-            self
-        ).model_fields.keys()
+        own = {field.name for field in fields(settings.RunSettings)}
+        alike = own & CoordinatorConfig.model_fields.keys()
         return settings.RunSettings(
             workers=workers,
             total_steps=self.steps,

@@ -3,9 +3,6 @@
 from paceline.telemetry.metrics import Counter, Gauge, Histogram
 from paceline.v1.coordinator_pb2 import StepRecord
 
-QUANTILES = ("0.5", "0.9", "1")
-"""Quantiles of StepRecord.response_length_quantiles, in order."""
-
 STALLED = Gauge(
     "paceline.coordinator.stalled",
     "s",
@@ -81,67 +78,6 @@ STEP_TIME = Histogram(
     "time of a step; part: step (the whole), rollout, policy, or preempt_wait (until the drafter "
     "left its slots)",
 )
-VERSION = Gauge(
-    "paceline.coordinator.version",
-    "{version}",
-    ("of",),
-    "version that sampled the last step; of: policy or drafter",
-)
-ACCEPT_LENGTH = Gauge(
-    "paceline.coordinator.accept_length",
-    "{token}",
-    (),
-    "accepted drafts per round of the last step's rollouts, plus the bonus token",
-)
-DRAFTED_ROUNDS = Counter(
-    "paceline.coordinator.drafted_rounds",
-    "{round}",
-    (),
-    "rounds with drafts in the rollouts of steps",
-)
-DRAFTER_STEPS = Counter(
-    "paceline.coordinator.drafter_steps",
-    "{step}",
-    (),
-    "optimiser steps of the drafter during steps",
-)
-REWARD = Gauge(
-    "paceline.coordinator.reward",
-    "1",
-    (),
-    "mean reward of the last step's sessions, as in steps.jsonl",
-)
-RESPONSE_LENGTH = Gauge(
-    "paceline.coordinator.response_length",
-    "{token}",
-    ("quantile",),
-    "response length of the last step's samples; quantile: 0.5, 0.9 or 1",
-)
-TRUNCATED_SHARE = Gauge(
-    "paceline.coordinator.truncated_share",
-    "1",
-    (),
-    "share of the last step's samples that the token limit ended, 0 to 1",
-)
-NEAR_TIES = Counter(
-    "paceline.coordinator.near_ties",
-    "{sample}",
-    (),
-    "samples with a draw between two best tokens less than 1e-5 apart",
-)
-GROUPS = Counter(
-    "paceline.coordinator.groups",
-    "{group}",
-    ("solved",),
-    "groups of steps; solved: by_none, by_some or by_all of their samples, or left_out (equal "
-    "rewards, replaced by dynamic sampling)",
-)
-REWARD_PART = Gauge(
-    "paceline.coordinator.reward_part",
-    "1",
-    ("rule",),
-    "unweighted reward of a mixture's rule, mean over the last step's samples",
-)
 EVALUATION = Gauge(
     "paceline.coordinator.evaluation",
     "1",
@@ -155,30 +91,53 @@ POINTS_DROPPED = Counter(
     ("tracker",),
     "steps that a slow tracker did not receive",
 )
+FIGURE = Gauge(
+    "paceline.coordinator.figure",
+    "1",
+    ("figure",),
+    "figures of the last step, under the names in trackers: reward, reward/format, accept_length, "
+    "response_length/0.9, groups_solved/by_all, truncated_share, policy_version ...",
+)
+_FIGURES = (
+    *("step_s", "rollout_s", "policy_s", "preempt_wait_s", "response_tokens", "accept_length"),
+    *("drafter_steps", "drafted_rounds", "near_ties", "truncated_share", "groups_left_out"),
+)
+_QUANTILES = ("0.5", "0.9", "1")
+"""Quantiles of StepRecord.response_length_quantiles, in order."""
+
+
+def figures_of(record: StepRecord) -> dict[str, float]:
+    """Numbers of a record by name: the step's own, `reward/...`, `policy/...`, `slot_s/...`."""
+    lengths = dict(zip(_QUANTILES, record.response_length_quantiles, strict=False))
+    return {
+        "reward": record.reward_mean,
+        "policy_version": float(record.versions.policy),
+        "drafter_version": float(record.versions.drafter),
+        **{name: float(getattr(record, name)) for name in _FIGURES},
+        **{
+            f"{group}/{name}": float(value)
+            for group, values in (
+                ("response_length", lengths),
+                ("reward", record.reward_parts),
+                ("groups_solved", record.groups_solved),
+                ("policy", record.policy),
+                ("slot_s", record.slot_s),
+            )
+            for name, value in sorted(values.items())
+        },
+    }
 
 
 def record_step(record: StepRecord) -> None:
     """Records the metrics of a finished step."""
     STEPS.record()
     RESPONSE_TOKENS.record(record.response_tokens)
-    for part in ("step", "rollout", "policy"):
+    for part in ("step", "rollout", "policy", "preempt_wait"):
         STEP_TIME.record(getattr(record, f"{part}_s"), part=part)
-    STEP_TIME.record(record.preempt_wait_s, part="preempt_wait")
-    VERSION.record(record.versions.policy, of="policy")
-    VERSION.record(record.versions.drafter, of="drafter")
-    ACCEPT_LENGTH.record(record.accept_length)
-    DRAFTED_ROUNDS.record(record.drafted_rounds)
-    DRAFTER_STEPS.record(record.drafter_steps)
-    REWARD.record(record.reward_mean)
-    TRUNCATED_SHARE.record(record.truncated_share)
-    NEAR_TIES.record(record.near_ties)
-    for quantile, length in zip(QUANTILES, record.response_length_quantiles, strict=False):
-        RESPONSE_LENGTH.record(length, quantile=quantile)
-    for solved, groups in {**record.groups_solved, "left_out": record.groups_left_out}.items():
-        GROUPS.record(groups, solved=solved)
     for cause, seconds in record.idle_s.items():
         IDLE_TIME.record(seconds, cause=cause)
-    for rule, value in record.reward_parts.items():
-        REWARD_PART.record(value, rule=rule)
     for use, seconds in record.slot_s.items():
         SLOT_TIME.record(seconds, use=use)
+    for name, value in figures_of(record).items():
+        if not name.startswith(("policy/", "slot_s/")):  # metrics of their own have these
+            FIGURE.record(value, figure=name)

@@ -2,16 +2,17 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.errors import DeadlineExceeded, PacelineError
 from paceline.local.news import tell_supervisor
 from paceline.local.patience import patient
+from paceline.local.services import GATEWAY, gateway_name
 from paceline.rpc.progress import AGENTS, ASK_S, Activity, ask_progress, chain_text, wait_chain
 from paceline.services.coordinator import metrics
 from paceline.services.coordinator.calls.base import Calls
-from paceline.services.coordinator.calls.gateways import one_gateway
 from paceline.services.coordinator.machine import events
 from paceline.services.coordinator.machine.events import Event
 from paceline.services.coordinator.machine.losses import CALLED_IN
@@ -217,7 +218,7 @@ class StallWatch:
     async def _parts_of(self, service: Service) -> list[Part]:
         channels = self._calls.peers.channels[service]
         found = await asyncio.gather(*(_parts(service, one) for one in channels))
-        parts = found[0] if len(found) == 1 else one_gateway(found, self._calls.workers_of_each)
+        parts = found[0] if len(found) == 1 else merge_gateways(found, self._calls.workers_of_each)
         if (absence := self._calls.absent.get(service)) is not None:
             away_s = self._calls.now() - absence.since_s
             parts[0].trouble = ", ".join(
@@ -240,3 +241,28 @@ def _waits_for(phase: Phase, state: State) -> str:
     """A required service that is away, else the service that does the phase's work."""
     away = (service for service in CALLED_IN.get(phase, ()) if service in state.lost)
     return next(away, _WAITS_FOR.get(phase, ""))
+
+
+def merge_gateways(answers: Sequence[Sequence[Part]], of_each: int) -> list[Part]:
+    """The parts of all gateways as those of one: the gateway with the latest progress among the
+    busy ones, with the counts of all, then all workers.
+    """
+    fronts, workers = [parts[0] for parts in answers], list[Part]()
+    for number, parts in enumerate(answers):
+        names = {f"worker {w}": f"worker {number * of_each + w}" for w in range(of_each)}
+        for part in parts:
+            part.name = names.get(part.name, part.name)
+            part.waits_for = names.get(part.waits_for, part.waits_for)
+        workers += parts[1:]
+    whole, counts = Part(), Counter[str]()
+    whole.CopyFrom(min(fronts, key=lambda front: (not front.doing, front.still_s)))
+    for front in fronts:
+        counts.update(front.counts)
+    whole.name = GATEWAY
+    whole.counts.update(counts)
+    whole.trouble = "; ".join(
+        f"{gateway_name(number)} {front.trouble}"
+        for number, front in enumerate(fronts)
+        if front.trouble
+    )
+    return [whole, *workers]

@@ -242,16 +242,13 @@ class Runner:
         if state.phase is Phase.FINISHED and state.step >= self._config.steps:
             await self._apply(events.Resumed(self.now(), self._config.steps))
             return
-        await self._wait_for_peers()
-        begins = rollouts.run_started if state.phase is Phase.NEW else rollouts.run_resumed
-        await self._apply(await begins(self._calls))
-
-    async def _wait_for_peers(self) -> None:
         for service in (one for one in Service if one not in OPTIONAL):
             self.stall.waits_healthy(service)
             late = await self._peers.unhealthy(service, self._config.service_recovery_s)
             for error in late.values():
                 raise error
+        begins = rollouts.run_started if state.phase is Phase.NEW else rollouts.run_resumed
+        await self._apply(await begins(self._calls))
 
 
 async def _unless(stop: asyncio.Event, work: Awaitable[None]) -> bool:

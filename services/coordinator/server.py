@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -22,10 +23,7 @@ from paceline.services.coordinator.runner import Runner
 from paceline.streams import Ledger, connect
 from paceline.telemetry import get_logger
 from paceline.v1 import coordinator_pb2 as pb
-from paceline.v1.coordinator_pb2_grpc import (
-    CoordinatorServiceServicer,
-    add_CoordinatorServiceServicer_to_server,
-)
+from paceline.v1 import coordinator_pb2_grpc
 
 SERVICE_NAME = "paceline.v1.CoordinatorService"
 FINISH_GRACE_S = 1.0
@@ -33,7 +31,7 @@ FINISH_GRACE_S = 1.0
 _STOP_GRACE_S = 1.0
 
 
-class CoordinatorServicer(CoordinatorServiceServicer):
+class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     """Answers from the runner's memory."""
 
     def __init__(self, run_id: str, runner: Runner) -> None:
@@ -171,7 +169,8 @@ async def serve(config: CoordinatorConfig, stop: asyncio.Event) -> None:
         journal, ledger = Journal(client, config.run.id), Ledger(client, config.run.id)
         runner = Runner(config, journal, peers, facts.publish, time.time, ledger)
         servicer = CoordinatorServicer(config.run.id, runner)
-        server.add(add_CoordinatorServiceServicer_to_server, servicer, SERVICE_NAME)
+        add = coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server
+        server.add(add, servicer, SERVICE_NAME)
         add_progress(server, runner.stall.progress)
         await server.start()
         if await runner.run(stop):
@@ -187,11 +186,9 @@ async def _leave(config: CoordinatorConfig, runner: Runner, stop: asyncio.Event)
     """Waits FINISH_GRACE_S for subscribers to read the last facts. Raises RunFailed for a failed
     run.
     """
-    try:
+    with suppress(TimeoutError):
         async with asyncio.timeout(FINISH_GRACE_S):
             await stop.wait()
-    except TimeoutError:
-        pass
     state = runner.transitions.state
     if state.phase is Phase.FAILED:
         raise RunFailed(f"run {config.run.id} failed in step {state.step}: {state.failure}")

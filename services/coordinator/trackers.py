@@ -1,21 +1,21 @@
 """Sends the figures of steps to experiment trackers, each in its own thread that never blocks the
 run.
 
-The figures are the fields of the step's StepRecord, under the same names.
+`metrics.figures_of` selects the figures of a step.
 """
 
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from paceline.addresses import exempt_loopback
 from paceline.errors import ConfigError
-from paceline.services.coordinator.metrics import POINTS_DROPPED
+from paceline.services.coordinator.metrics import POINTS_DROPPED, figures_of
 from paceline.telemetry import get_logger
 from paceline.v1.coordinator_pb2 import StepRecord
 
@@ -25,87 +25,69 @@ WAITING = 1024
 """Maximum steps queued for a slow tracker; further steps are dropped and counted."""
 CLOSE_S = 20.0
 """Seconds that a tracker may take at the end of a run."""
-_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
 _log = get_logger(__name__)
 
 
-class TensorBoard:
+Tracker = tuple[Callable[[int, dict[str, float]], None], Callable[[], None]]
+"""Writes the figures of a step; ends."""
+
+
+def open_tensorboard(run_id: str, run_dir: Path) -> Tracker:
     """Event files in <run.dir>/tensorboard; each start of the run has its own file."""
+    from tensorboardX import SummaryWriter
 
-    def __init__(self, run_id: str, run_dir: Path) -> None:
-        from tensorboardX import SummaryWriter
+    # The default name has a resolution of seconds, so a second start within one second would
+    # overwrite the first file.
+    writer = SummaryWriter(str(run_dir / "tensorboard"), filename_suffix=f".{time.time_ns()}")
 
-        # The default name has a resolution of seconds, so a second start within one second would
-        # overwrite the first file.
-        own = f".{time.time_ns()}"
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), filename_suffix=own)
-
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Writes one scalar per figure and flushes it to disk."""
+    def log(step: int, figures: dict[str, float]) -> None:
         for name, value in figures.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+            writer.add_scalar(name, value, step)
+        writer.flush()
 
-    def close(self) -> None:
-        """Closes the file."""
-        self._writer.close()
+    return log, writer.close
 
 
-class _LikeWandb:
-    """A run in a library with the interface of wandb, resumed if it exists."""
-
-    def __init__(self, run: Any) -> None:
-        self._run = run
-
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Writes all figures of a step. wandb drops figures of a step before the last logged step,
-        and logs a warning.
-        """
-        self._run.log(dict(figures), step=step)
-
-    def close(self) -> None:
-        """Ends the upload or the library's thread."""
-        self._run.finish()
-
-
-def weights_and_biases(run_id: str, run_dir: Path) -> _LikeWandb:
+def open_wandb(run_id: str, run_dir: Path) -> Tracker:
     """A run of project paceline under the run's id; files in <run.dir>/wandb. WANDB_MODE=offline
-    sends nothing.
+    sends nothing. wandb drops figures of a step before the last logged step, and logs a warning.
     """
     import wandb
 
     exempt_loopback(os.environ.get("WANDB_BASE_URL", ""))
     run_dir.mkdir(parents=True, exist_ok=True)
     words = {"project": PROJECT, "id": run_id, "name": run_id, "resume": "allow"}
-    return _LikeWandb(wandb.init(**words, dir=str(run_dir)))
+    run = wandb.init(**words, dir=str(run_dir))
+    return lambda step, figures: run.log(figures, step=step), run.finish
 
 
-def trackio(run_id: str, run_dir: Path) -> _LikeWandb:
+def open_trackio(run_id: str, run_dir: Path) -> Tracker:
     """A run of project paceline under the run's id, in trackio's directory (TRACKIO_DIR)."""
     import trackio
 
     exempt_loopback()
-    return _LikeWandb(trackio.init(project=PROJECT, name=run_id, resume="allow", embed=False))
+    run = trackio.init(project=PROJECT, name=run_id, resume="allow", embed=False)
+    return lambda step, figures: run.log(figures, step=step), run.finish
 
 
 Points = queue.Queue[tuple[int, dict[str, float]] | None]
 """Steps and their figures; None ends the queue."""
-TRACKERS: dict[str, Callable[[str, Path], TensorBoard | _LikeWandb]] = {
-    "tensorboard": TensorBoard,
-    "wandb": weights_and_biases,
-    "trackio": trackio,
+TRACKERS: dict[str, tuple[str, Callable[[str, Path], Tracker]]] = {
+    "tensorboard": ("tensorboardX", open_tensorboard),
+    "wandb": ("wandb", open_wandb),
+    "trackio": ("trackio", open_trackio),
 }
-"""Each receiver of figures is created and used in one thread."""
+"""Package and opener of each receiver of figures, which is created and used in one thread."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
     """Raises ConfigError for a tracker without its package."""
     for name in names:
-        if find_spec(_PACKAGES[name]) is None:
+        if find_spec(package := TRACKERS[name][0]) is None:
             raise ConfigError(
-                f"coordinator.trackers: not installed; pip install {_PACKAGES[name]}",
+                f"coordinator.trackers: not installed; pip install {package}",
                 seen=name,
-                allowed=[one for one, package in _PACKAGES.items() if find_spec(package)],
+                allowed=[one for one, (found, _) in TRACKERS.items() if find_spec(found)],
             )
 
 
@@ -152,29 +134,10 @@ class Tracking:
 
     def _follow(self, name: str) -> None:
         try:
-            tracker = TRACKERS[name](self._run_id, self._run_dir)
+            log, close = TRACKERS[name][1](self._run_id, self._run_dir)
             while (point := self._queues[name].get()) is not None:
-                tracker.log(*point)
-            tracker.close()
+                log(*point)
+            close()
         except Exception as error:  # noqa: BLE001
             # A tracker's library may raise any exception; no such exception may end the run.
             _log.exception("tracker_failed", tracker=name, error=str(error))
-
-
-def figures_of(record: StepRecord) -> dict[str, float]:
-    """Numbers of a record by name: the step's own, `reward/...`, `policy/...`, `slot_s/...`."""
-    figures = {
-        "reward": record.reward_mean,
-        "step_s": record.step_s,
-        "rollout_s": record.rollout_s,
-        "policy_s": record.policy_s,
-        "preempt_wait_s": record.preempt_wait_s,
-        "response_tokens": float(record.response_tokens),
-        "accept_length": record.accept_length,
-        "drafter_steps": float(record.drafter_steps),
-        "policy_version": float(record.versions.policy),
-        "drafter_version": float(record.versions.drafter),
-    }
-    figures |= {f"reward/{part}": value for part, value in sorted(record.reward_parts.items())}
-    figures |= {f"policy/{name}": value for name, value in sorted(record.policy.items())}
-    return figures | {f"slot_s/{use}": value for use, value in sorted(record.slot_s.items())}

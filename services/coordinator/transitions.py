@@ -3,25 +3,18 @@ facts.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple
 
 from paceline.errors import DataLoss, InternalError
-from paceline.services.coordinator.journal.entry import (
-    JournalEntry,
-    changed_slots,
-    entry_of,
-    fact_of,
-)
+from paceline.services.coordinator.journal.entry import JournalEntry, Transition, changed_slots
 from paceline.services.coordinator.journal.groups import ClosedGroups
 from paceline.services.coordinator.journal.journal import Journal, Snapshot
 from paceline.services.coordinator.journal.records import StepRecords
-from paceline.services.coordinator.machine.commands import Command
 from paceline.services.coordinator.machine.events import Event, StepBegan, TasksFinished
 from paceline.services.coordinator.machine.rollout import draw_of
 from paceline.services.coordinator.machine.state import MachineError, State
 from paceline.services.coordinator.machine.step import step
 from paceline.telemetry import get_logger
-from paceline.v1.coordinator_pb2 import Fact, StepRecord
+from paceline.v1.coordinator_pb2 import StepRecord
 
 
 class AcceptanceWatch:
@@ -45,17 +38,11 @@ class AcceptanceWatch:
             return None
         tokens = event.details.get("trained_round_tokens")
         rounds = event.details.get("trained_rounds")
-        if not isinstance(tokens, int) or not isinstance(rounds, int):
+        if not isinstance(tokens, int) or not isinstance(rounds, int) or not rounds:
             return None
-        return self.compare(before.versions.drafter, tokens, rounds)
-
-    def compare(self, drafter_version: int, tokens: int, rounds: int) -> dict[str, float] | None:
-        """As `observe`, from one step's drafted rounds of the trained drafter and their tokens."""
-        if not rounds:
-            return None
-        now = tokens / rounds
-        last, self.last = self.last, (drafter_version, now)
-        if last is None or last[0] == drafter_version:
+        now, last, drafter = tokens / rounds, self.last, before.versions.drafter
+        self.last = drafter, now
+        if last is None or last[0] == drafter:
             return None
         fell = self._drop > 0 and last[1] - now > self._drop
         return {"before": last[1], "now": now, "drop": self._drop} if fell else None
@@ -63,18 +50,6 @@ class AcceptanceWatch:
 
 Publish = Callable[..., Awaitable[object]]
 """Sends the given facts as one message."""
-
-
-class Applied(NamedTuple):
-    """The effects of one event."""
-
-    before: State
-    event: Event
-    after: State
-    issued: tuple[Command, ...]
-    fell: dict[str, float] | None  # figures of a fall in acceptance
-    entry: JournalEntry
-    fact: Fact | None
 
 
 class Transitions:
@@ -134,15 +109,15 @@ class Transitions:
         contradicts it.
         """
         what = f"journal entry {self._journal.count} of run {self._run_id}"
-        if entry.body.step != self.state.step:
+        if entry.step != self.state.step:
             message = f"{what} does not follow from those before it, as if of another run"
-            raise DataLoss(message, seen=f"step {entry.body.step}", allowed=self.state.step)
+            raise DataLoss(message, seen=f"step {entry.step}", allowed=self.state.step)
         try:
             return step(self.state, entry.event)[0]
         except MachineError as error:
             raise DataLoss(f"{what} does not follow from those before it: {error}") from error
 
-    async def apply(self, *happened: Event) -> list[Applied]:
+    async def apply(self, *happened: Event) -> list[Transition]:
         """Makes one transition per event, in order; one write makes all durable, then one message
         publishes the facts.
 
@@ -153,8 +128,9 @@ class Transitions:
         if applied:
             await self._journal.append(*(one.entry for one in applied))
             self.state = applied[-1].after
-        if facts := [one.fact for one in applied if one.fact is not None]:
-            await self._publish(*facts)
+        facts = [one.fact(self._run_id, self._samples) for one in applied]
+        if published := [one for one in facts if one is not None]:
+            await self._publish(*published)
         if self._due is not None:
             await self._journal.save(self._due, self.records.finished)
             self._due = None
@@ -166,9 +142,9 @@ class Transitions:
             raise InternalError(str(defect), reason="ILLEGAL_EVENT") from defect
         return applied
 
-    def _decide(self, happened: Sequence[Event]) -> tuple[list[Applied], MachineError | None]:
+    def _decide(self, happened: Sequence[Event]) -> tuple[list[Transition], MachineError | None]:
         """The effects of the events, up to an illegal event."""
-        applied: list[Applied] = []
+        applied: list[Transition] = []
         before = self.state
         for event in happened:
             try:
@@ -176,10 +152,8 @@ class Transitions:
             except MachineError as error:
                 return applied, error
             changed = changed_slots(before, after)
-            record, fell = self._observe(before, event, after)
-            given = (self._run_id, before, event, after, issued, changed, record, self._samples)
-            entry = entry_of(before, event, after, changed, record)
-            applied.append(Applied(before, event, after, issued, fell, entry, fact_of(*given)))
+            observed = self._observe(before, event, after)
+            applied.append(Transition(before, event, after, issued, changed, *observed))
             if after.step > before.step:
                 self._step_ends(after, len(applied))
             before = after

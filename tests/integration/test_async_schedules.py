@@ -25,7 +25,7 @@ from integration.coordinator_world import (
 from slot_overlaps import overlaps
 
 from paceline.messages import versions_to_proto
-from paceline.report.slots import slot_intervals, step_windows
+from paceline.report.journal import slot_intervals, step_windows
 from paceline.services.coordinator.calls.base import Calls
 from paceline.services.coordinator.calls.base import Peers as Channels
 from paceline.services.coordinator.calls.weights import mend

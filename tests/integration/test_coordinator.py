@@ -50,7 +50,7 @@ from paceline.report.solved import total_unscored
 from paceline.rpc import EpochGuard, channel
 from paceline.rpc.progress import ask_progress
 from paceline.services.coordinator import server
-from paceline.services.coordinator.calls import drafter_trainer, slots
+from paceline.services.coordinator.calls import slots, trainers
 from paceline.services.coordinator.config import CoordinatorConfig
 from paceline.services.coordinator.journal.journal import TOGETHER, Journal
 from paceline.services.coordinator.machine import events
@@ -437,7 +437,7 @@ async def test_a_preemption_that_a_stopped_trainer_has_missed_is_repeated_before
 async def test_a_drafter_that_does_not_begin_in_time_is_preempted(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drafter_trainer, "ACTIVATION_S", 0.2)
+    monkeypatch.setattr(trainers, "ACTIVATION_S", 0.2)
     async with running_peers(script := Script(slow_to_attach=True, hold_step=0)) as peers:
         config = config_of(overrides(peers, redis_url, tmp_path, steps=1))
         run = asyncio.create_task(run_to_end(config))

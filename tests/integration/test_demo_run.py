@@ -14,8 +14,8 @@ import pytest
 from demo_runs import SMALL, demo, left_over, wait_for
 
 from benchmarks.demo_runs import demo_folder
+from benchmarks.trespasses import WORK, read_trespasses
 from paceline.local.patience import patient
-from paceline.report.audit import WORK
 from paceline.report.spans import read_spans
 from paceline.report.why import explain
 from paceline.telemetry import names
@@ -42,7 +42,7 @@ def test_a_short_demo_leaves_a_summary_a_report_and_no_process(tmp_path: Path) -
     run = tmp_path / "demo-0-1"
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["steps"], summary["phase"]) == (3, "finished")
-    assert summary["trespasses"] == {"engine": 0, "policy": 0, "drafter": 0}
+    assert read_trespasses(run) == {"engine": 0, "policy": 0, "drafter": 0}
     worked = {one.name for one in read_spans(run / "spans")}
     assert {"engine.busy", "policy.optimizer_step"} <= worked & set(WORK)
     assert summary["trajectories_lost"] == 0

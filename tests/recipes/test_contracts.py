@@ -35,7 +35,7 @@ EVENT = (
 )
 READ_BACK = """
 import asyncio, sys
-from paceline.services.coordinator.journal.entry import EntryBody, JournalEntry
+from paceline.services.coordinator.journal.entry import JournalEntry
 from paceline.services.coordinator.journal.journal import Journal
 from paceline.services.coordinator.machine.events import Twinned
 from paceline.services.coordinator.machine.state import Phase, Service
@@ -48,7 +48,7 @@ async def main(url, run_id):
     event = Twinned(1.5, kind="identical", service=Service.GATEWAY, versions=VersionSet(3, 2, 1))
     assert [one async for one in Journal(client, run_id).entries()] == []
     journal = Journal(client, run_id)
-    await journal.append(JournalEntry(event, EntryBody(0, "ready")))
+    await journal.append(JournalEntry(event, 0, "ready"))
     again = [one.event async for one in Journal(client, run_id).entries()]
     assert again == [event], again
     await client.aclose()

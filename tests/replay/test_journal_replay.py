@@ -10,12 +10,7 @@ import pytest
 import redis.asyncio
 
 from paceline.errors import DataLoss, FailedPrecondition
-from paceline.services.coordinator.journal.entry import (
-    VERSION,
-    JournalEntry,
-    changed_slots,
-    entry_of,
-)
+from paceline.services.coordinator.journal.entry import VERSION, JournalEntry, changed_slots
 from paceline.services.coordinator.journal.groups import ClosedGroups
 from paceline.services.coordinator.journal.journal import Journal, Snapshot
 from paceline.services.coordinator.journal.records import StepRecords
@@ -91,7 +86,8 @@ def played(happened: list[Event]) -> tuple[State, StepRecords, list[JournalEntry
     for event in happened:
         after = step(state, event)[0]
         records.observe(state, event, after)
-        entries.append(entry_of(state, event, after, changed_slots(state, after)))
+        changed = changed_slots(state, after)
+        entries.append(JournalEntry(event, state.step, after.doing, changed))
         state = after
     return state, records, entries
 
@@ -168,7 +164,7 @@ async def test_a_replay_behind_a_snapshot_comes_to_where_that_of_all_entries_com
     for end in range(1, len(happened) + 1):
         state, records, entries = played(happened[:end])
         await journal.append(entries[-1])
-        if state.step > entries[-1].body.step:
+        if state.step > entries[-1].step:
             at_s, carried = happened[end - 1].at_s, records.carried()
             snapshot = Snapshot(end, at_s, {"0": f"trace-{end}"}, state, carried, {}, (1, 2.5))
             await journal.save(snapshot, records.finished)

@@ -16,10 +16,10 @@ from paceline.config.load import load_config
 from paceline.errors import FailedPrecondition
 from paceline.local import patience, processes, services, supervisor
 from paceline.local.redis import launcher, resolved
-from paceline.report import audit, html, journal
+from paceline.report import html, journal
 from paceline.report.charts import duration
 from paceline.report.samples import newest_samples, read_samples, write_samples
-from paceline.report.spans import read_report, read_spans
+from paceline.report.spans import read_report
 from paceline.report.summary import Summary, summarize
 from paceline.report.why import explain
 from paceline.streams import Ledger, LedgerCount, connect
@@ -58,8 +58,6 @@ def write_results(
     """
     history, spans = journal.read_history(files.directory / JOURNAL), read_report(files.spans)
     summary = summarize(files.run_id, history, ledger, spans, pids, files.read_config())
-    entries = journal.read_entries(files.directory / JOURNAL)
-    summary["trespasses"] = audit.trespasses(list(entries), read_spans(files.spans))
     journal.write_steps(files.directory / STEPS, history.records)
     write_whole(files.summary, json.dumps(summary, indent=2) + "\n")
     samples = read_samples(files.directory / SAMPLES)

@@ -88,29 +88,19 @@ def running_mean(points: Points, window: int) -> list[tuple[float, float]]:
     return [(x, sum(part) / len(part)) for (x, _), part in zip(known, parts, strict=True)]
 
 
-def line_chart(
-    series: Sequence[Series],
-    *,
-    y_label: str,
-    y_min: float | None = None,
-    y_max: float | None = None,
-    marks: Sequence[float] = (),
-) -> str:
-    """Lines over common axes with a legend above; empty without any point."""
+def line_chart(series: Sequence[Series], *, y_label: str, marks: Sequence[float] = ()) -> str:
+    """Lines over common axes with a legend above; empty without any point. The vertical axis
+    contains 0.
+    """
     drawn = [one for one in series if any(math.isfinite(y) for _, y in one.points)]
     if not drawn:
         return ""
     xs = [x for one in drawn for x, _ in one.points]
     ys = [y for one in drawn for _, y in one.points if math.isfinite(y)]
-    low = min(ys) if y_min is None else y_min
-    high = max(ys) if y_max is None else y_max
-    pad = (high - low or abs(high) or 1.0) * 0.06
-    frame = Frame(
-        min(xs),
-        max(xs) if max(xs) > min(xs) else min(xs) + 1,
-        low - pad if y_min is None else y_min,
-        high + pad if y_max is None else y_max,
-    )
+    low, high = min(0.0, *ys), max(0.0, *ys)
+    pad = (high - low or 1.0) * 0.06
+    right = max(xs) if max(xs) > min(xs) else min(xs) + 1
+    frame = Frame(min(xs), right, low - pad if low else 0.0, high + pad)
     bottom = frame.height - _BOTTOM
     dashes = [
         f'<path class="mark" d="M{frame.x(x):.1f} {_TOP}V{bottom}"/>' for x in marks[:_POINTS_DRAWN]

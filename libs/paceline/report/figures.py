@@ -5,6 +5,7 @@ A figure that a step did not measure is a gap in its line.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -34,8 +35,6 @@ class Chart(NamedTuple):
     lines: Lines
     stacked: bool = False
     smooth: bool = False  # running means, with the raw values faint behind them
-    low: float | None = None  # ends of the vertical axis; None: of the values
-    high: float | None = None
     swaps: bool = False  # dashes at the steps that a new drafter serves first
 
     def draw(self, history: RunHistory) -> str:
@@ -51,9 +50,7 @@ class Chart(NamedTuple):
             raw = [replace(one, name=f"{one.name} of a step", faint=True) for one in lines]
             series = raw + [one if one.dots else _smoothed(one) for one in series]
         marks = _swaps(history.records) if self.swaps else ()
-        return charts.line_chart(
-            series, y_label=self.title, y_min=self.low, y_max=self.high, marks=marks
-        )
+        return charts.line_chart(series, y_label=self.title, marks=marks)
 
 
 def _smoothed(series: Series) -> Series:
@@ -69,21 +66,23 @@ def _swaps(records: Sequence[StepRecord]) -> list[float]:
     ]
 
 
-def _values(*named: tuple[str, Of]) -> Lines:
-    """A line for each figure."""
+def _values(*figures: str | tuple[str, Of]) -> Lines:
+    """A line for each path in the record, such as "policy/loss", or for a label and a function."""
+    named = [
+        (one.rpartition("/")[2].removesuffix("_s").replace("_", " "), partial(_value, path=one))
+        if isinstance(one, str)
+        else one
+        for one in figures
+    ]
     return lambda history: [
         Series(name, [(one.step + 1.0, of(one)) for one in history.records]) for name, of in named
     ]
 
 
-def _policy(*named: tuple[str, str]) -> Lines:
-    """A line for each figure of the policy step: (label, the trainer's name)."""
-    return _values(*((label, _entry("policy", name)) for label, name in named))
-
-
-def _entry(field: str, key: str) -> Of:
-    """The value of a key in a map of the record."""
-    return lambda one: float(getattr(one, field).get(key, _NAN))
+def _value(record: StepRecord, path: str) -> float:
+    field, _, key = path.partition("/")
+    value = getattr(record, field)
+    return float(value.get(key, _NAN) if key else value)
 
 
 def _keys(
@@ -92,7 +91,7 @@ def _keys(
     """A line for each key of a map of the record that begins with `prefix`."""
 
     def value(record: StepRecord, key: str) -> float:
-        return _ratio(float(getattr(record, field).get(key, _NAN)), divisor(record, key))
+        return _ratio(_value(record, f"{field}/{key}"), divisor(record, key))
 
     def lines(history: RunHistory) -> list[Series]:
         keys = {key for one in history.records for key in getattr(one, field)}
@@ -114,12 +113,7 @@ def _ratio(part: float, whole: float) -> float:
 
 def _quantile(which: int) -> Of:
     """One of the three quantiles of the response lengths: median, 90th percentile, longest."""
-
-    def of(record: StepRecord) -> float:
-        found = record.response_length_quantiles
-        return float(found[which]) if len(found) == 3 else _NAN
-
-    return of
+    return lambda one: float(dict(enumerate(one.response_length_quantiles)).get(which, _NAN))
 
 
 def _learning(history: RunHistory) -> list[Series]:
@@ -151,8 +145,6 @@ CHARTS = (
         f"line: mean of {_SMOOTH} steps; dots: fixed held-out prompts",
         _learning,
         smooth=True,
-        low=0.0,
-        high=1.0,
     ),
     Chart(
         "Parts of the reward",
@@ -177,7 +169,6 @@ CHARTS = (
         f"generated tokens per second of rollout, mean of {_SMOOTH} steps",
         _values(("tokens/s", lambda one: _ratio(one.response_tokens, one.rollout_s) or _NAN)),
         smooth=True,
-        low=0.0,
     ),
     Chart(
         "Arms chosen",
@@ -191,53 +182,39 @@ CHARTS = (
         _values(
             ("median", _quantile(0)), ("90th percentile", _quantile(1)), ("longest", _quantile(2))
         ),
-        low=0.0,
     ),
     Chart(
         "Where a step's time went",
         "wall seconds of each step",
-        _values(
-            ("rollout", lambda one: one.rollout_s),
-            ("policy step", lambda one: one.policy_s),
-            ("waiting for the drafter", lambda one: one.preempt_wait_s),
-            ("rest", _rest),
-        ),
+        _values("rollout_s", "policy_s", "preempt_wait_s", ("rest", _rest)),
         stacked=True,
     ),
     Chart(
         "What the slots did",
         "slot-seconds of each step by use",
-        _values(*((use.value, _entry("slot_s", use)) for use in SlotUse)),
+        _values(*(f"slot_s/{use}" for use in SlotUse)),
         stacked=True,
     ),
     Chart(
         "Drafter training",
         "whole optimiser steps inside each RL step",
-        _values(("optimiser steps", lambda one: float(one.drafter_steps))),
+        _values("drafter_steps"),
         stacked=True,
     ),
-    Chart("Loss", "mean over the trained tokens", _policy(("loss", "loss"))),
-    Chart("Entropy", "nats a token", _policy(("entropy", "entropy")), low=0.0),
-    Chart("Divergence", "nats a token", _policy(("from the start policy", "divergence"))),
-    Chart(
-        "Gradient norm", "before it is clipped", _policy(("gradient norm", "grad_norm")), low=0.0
-    ),
+    Chart("Loss", "mean over the trained tokens", _values("policy/loss")),
+    Chart("Entropy", "nats a token", _values("policy/entropy")),
+    Chart("Divergence", "from the start policy, nats a token", _values("policy/divergence")),
+    Chart("Gradient norm", "before it is clipped", _values("policy/grad_norm")),
     Chart(
         "Groups solved",
         "groups by the samples that solve the task: all or none teach nothing",
-        _values(
-            ("by no sample", _entry("groups_solved", BY_NONE)),
-            ("by some", _entry("groups_solved", BY_SOME)),
-            ("by all", _entry("groups_solved", BY_ALL)),
-        ),
+        _values(f"groups_solved/{BY_NONE}", f"groups_solved/{BY_SOME}", f"groups_solved/{BY_ALL}"),
         stacked=True,
     ),
     Chart(
         "Truncated responses",
         "share of responses that reached their token limit",
-        _values(("truncated", lambda one: one.truncated_share)),
-        low=0.0,
-        high=1.0,
+        _values("truncated_share"),
     ),
     Chart(
         "Staleness",
@@ -248,31 +225,26 @@ CHARTS = (
     Chart(
         "Sampler against trainer",
         "|log-prob of the trainer - log-prob of the sampler|, nats: mean and largest",
-        _policy(("mean gap", "behavior_gap"), ("largest gap", "behavior_gap_max")),
+        _values("policy/behavior_gap", "policy/behavior_gap_max"),
     ),
     Chart("Gap by age", f"{_TOKENS} lag", _keys("policy", "behavior_gap/lag=")),
     Chart("Gap by arm", f"{_TOKENS} arm", _keys("policy", "behavior_gap/arm=")),
     Chart("Gap by numbers", f"{_TOKENS} number format", _keys("policy", "behavior_gap/numbers=")),
-    Chart("Divergence of the sampler", "k3 estimate, nats", _policy(("k3", "behavior_k3"))),
+    Chart("Divergence of the sampler", "k3 estimate, nats", _values("policy/behavior_k3")),
     Chart(
         "Weight of the tokens",
         "effective sample size, clipped and masked tokens, as shares",
-        _policy(
-            ("effective sample size", "effective_sample_size"),
-            ("clipped tokens", "clip_fraction"),
-            ("masked tokens", "masked_fraction"),
-        ),
-        low=0.0,
+        _values("policy/effective_sample_size", "policy/clip_fraction", "policy/masked_fraction"),
     ),
     Chart(
         "Where the policy step's time went",
         "seconds of the wait for the batch, and of each part of the step",
-        _policy(
-            ("batch wait", "seconds/batch_wait"),
-            ("proximal log-probs", "seconds/proximal_logprobs"),
-            ("forward, backward", "seconds/forward_backward"),
-            ("optimizer", "seconds/optimizer"),
-            ("publish", "push_s"),
+        _values(
+            "policy/seconds/batch_wait",
+            "policy/seconds/proximal_logprobs",
+            "policy/seconds/forward_backward",
+            "policy/seconds/optimizer",
+            "policy/push_s",
         ),
         stacked=True,
     ),

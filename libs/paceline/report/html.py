@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from paceline.report import charts, figures, journal, slots, tables
+from paceline.report import charts, figures, journal, tables
 from paceline.report.samples import ShownSample
 from paceline.report.spans import SpanRecord, SpanReport
 from paceline.report.summary import Summary
@@ -21,12 +21,7 @@ _HOLDERS = {
     "drafter": ("drafter training", "c2"),
     "none": ("idle", "c7"),
 }
-_SERVICES = {
-    "coordinator": "c4",
-    "gateway": "c0",
-    "policy_trainer": "c1",
-    "drafter_trainer": "c2",
-}
+_SERVICES = {"coordinator": "c4", "gateway": "c0", "policy_trainer": "c1", "drafter_trainer": "c2"}
 _ZOOM_STEPS = 3
 _TRACE_ROWS = 32
 _MARKUP = Environment(
@@ -92,34 +87,16 @@ def content(
     samples: Sequence[ShownSample] = (),
 ) -> str:
     """All sections about a run, as markup."""
-    left_out = f"; {spans.left_out:,} callers left out" if spans.left_out else ""
-    parts = (
-        (
-            "Exactness audit by path",
-            "tokens scored again by the trainer in the policy version that drew them",
-            tables.exactness_table(history),
-        ),
-        (
-            "Acceptance by drafter version and arm",
-            "rollouts of the steps that a version served, newest version first",
-            tables.acceptance_table(history),
-        ),
-        (
-            "The drafter's gate",
-            "newest decisions: candidate against the drafter that served",
-            tables.gate_table(history.gate),
-        ),
-        (
-            "Latency between services",
-            "gRPC: as the caller measures it, streams to their end; Redis: from append to read. "
-            f"{spans.spans:,} spans read{left_out}",
-            tables.latency_table(spans.edges),
-        ),
+    shown = (
+        tables.exactness_table(history),
+        tables.acceptance_table(history),
+        tables.gate_table(history.gate),
+        tables.latency_table(spans),
     )
     return _MARKUP.get_template("run.html").render(
         summary=summary,
         charts=[(one, one.draw(history)) for one in figures.CHARTS],
-        tables=parts,
+        tables=shown,
         holders=_HOLDERS.values(),
         timelines=_timelines(history),
         samples=samples,
@@ -146,7 +123,7 @@ def _timelines(history: journal.RunHistory) -> list[tuple[str, str]]:
     return [(title, charts.timeline(rows, bars, *ends, title)) for title, ends in spans]
 
 
-def _chosen_windows(history: journal.RunHistory) -> Sequence[slots.StepWindow]:
+def _chosen_windows(history: journal.RunHistory) -> Sequence[journal.StepWindow]:
     """A few adjacent steps in the later half, in which the drafter held slots longest."""
     held = {record.step: record.drafter_slot_s for record in history.records}
     windows, half = history.windows, len(history.windows) // 2

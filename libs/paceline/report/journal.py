@@ -1,13 +1,14 @@
 """Reads a finished run from its journal: records, evaluations, served sets, slot holders.
 
 The journal is first copied from Redis to a file of the run, so a report can be made again without a
-server.
+server. An entry is plain JSON: `at_s` (wall clock, seconds), `event`, `step`, and under `slots` the
+slots that the event changed: `[first, count, holder, epoch]`.
 """
 
 import json
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from redis.asyncio import Redis
 
 from paceline.errors import DataLoss
 from paceline.messages import versions_from_proto
-from paceline.report.slots import SlotInterval, StepWindow, slot_intervals, step_windows
 from paceline.streams.journal import journal_lines, unpack_entry
 from paceline.trajectory import VersionSet
 from paceline.v1 import trajectory_pb2 as pb
@@ -28,6 +28,42 @@ PASSED_AT = "pass@"
 _DECISIONS = 20
 PAUSED = "paused"
 """Phase of a run that an operator has paused."""
+
+
+Entry = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotInterval:
+    """One holder had one slot during [start_s, end_s)."""
+
+    slot: int
+    holder: str  # "engine", "policy", "drafter" or "none"
+    start_s: float
+    end_s: float
+    epoch: int
+    step: int
+
+    @property
+    def seconds(self) -> float:
+        """Length in seconds."""
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True)
+class StepWindow:
+    """The timed part of one step: from its StepBegan, or from the end of the previous step if that
+    is later, to the entry that carries its `record`. Evaluations are outside all windows.
+    """
+
+    step: int
+    start_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Length in seconds."""
+        return self.end_s - self.start_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,3 +220,33 @@ def _add_drafter_event(run: RunHistory, event: str, step: int, data: Mapping[str
     run.decisions[decision] += 1
     version = int(data.get("drafter_version", 0))
     run.gate.append(DrafterDecision(step, decision, version, details))
+
+
+def slot_intervals(entries: Iterable[Entry]) -> list[SlotInterval]:
+    """All intervals in the order of their ends; an open interval ends with the last entry."""
+    intervals: list[SlotInterval] = []
+    held: dict[int, SlotInterval] = {}
+    now = 0.0
+    for entry in entries:
+        now = float(entry["at_s"])
+        for first, count, holder, epoch in entry.get("slots", ()):
+            for slot in range(first, first + count):
+                before = held.get(slot)
+                if before is not None:
+                    intervals.append(replace(before, end_s=now))
+                held[slot] = SlotInterval(slot, holder, now, now, epoch, int(entry["step"]))
+    return intervals + [replace(held[slot], end_s=now) for slot in sorted(held)]
+
+
+def step_windows(entries: Iterable[Entry]) -> list[StepWindow]:
+    """Windows of the finished steps, in order."""
+    began: dict[int, float] = {}
+    windows: list[StepWindow] = []
+    for entry in entries:
+        if entry["event"] == "StepBegan":
+            began.setdefault(int(entry["data"]["step"]), float(entry["at_s"]))
+        if entry.get("record"):
+            step = int(entry["record"].get("step", 0))
+            start_s = max(began[step], windows[-1].end_s if windows else 0.0)
+            windows.append(StepWindow(step, start_s, float(entry["at_s"])))
+    return windows

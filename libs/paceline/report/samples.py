@@ -4,7 +4,7 @@ whether a drafted round gave it.
 
 import asyncio
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -27,10 +27,8 @@ _SHADES = (0.1, 0.7, 2.3, 4.6)
 """Surprise in nats at which each next shade begins: about 0.9, 0.5, 0.1 and 0.01 of probability."""
 
 
-ShownToken = tuple[str, float | None, str, bool]
-"""Text, log-prob (nats; None for text that the policy did not draw), arm, whether it was an
-accepted draft.
-"""
+Part = tuple[str, str, str]
+"""Adjacent tokens of equal look: CSS classes, log-probs (nats) and arm, text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,26 +40,8 @@ class ShownSample:
     policy_version: int
     reward: float | None
     prompt: str
-    tokens: tuple[ShownToken, ...]
+    parts: tuple[Part, ...]
     left_out: int = 0  # tokens after the shown ones
-
-    def parts(self) -> list[tuple[str, str, str]]:
-        """Tokens of equal look as one part: (CSS classes, title, text)."""
-        return [_part(looks, arm, list(of)) for (looks, arm), of in groupby(self.tokens, key=_look)]
-
-
-def _look(token: ShownToken) -> tuple[str, str]:
-    """CSS classes and arm of a token."""
-    _, logprob, arm, accepted = token
-    if logprob is None:
-        return "prompt", ""
-    shade = sum(-logprob >= bound for bound in _SHADES)
-    return f"s{shade}{' accepted' if accepted else ''}", arm
-
-
-def _part(looks: str, arm: str, tokens: Sequence[ShownToken]) -> tuple[str, str, str]:
-    logprobs = " ".join(f"{logprob:.2f}" for _, logprob, *_ in tokens if logprob is not None)
-    return looks, f"{logprobs} {arm}".strip(), "".join(text for text, *_ in tokens)
 
 
 async def newest_samples(client: Redis, run_id: str, tokenizer: Path) -> list[ShownSample]:
@@ -92,21 +72,28 @@ def sample_of(one: Trajectory, codec: Tokenizer) -> ShownSample:
     ids = list(one.token_ids)
     end = min(len(ids), begin + _TOKENS)
     texts = [codec.decode(ids[:n], skip_special_tokens=False) for n in range(begin, end + 1)]
+
+    def looks(i: int) -> tuple[str, str]:
+        """CSS classes and arm of a token; text that the policy did not draw has none."""
+        if not one.loss_mask[i]:
+            return "prompt", ""
+        shade = sum(-one.behavior_logprobs[i] >= bound for bound in _SHADES)
+        accepted = bool(one.accepted_drafts) and one.accepted_drafts[i] == 1
+        return f"s{shade}{' accepted' if accepted else ''}", arms[i]
+
+    parts: list[Part] = []
+    for (classes, arm), group in groupby(range(begin, end), key=looks):
+        places = list(group)
+        logprobs = [f"{one.behavior_logprobs[i]:.2f}" for i in places if one.loss_mask[i]]
+        text = texts[places[-1] + 1 - begin].removeprefix(texts[places[0] - begin])
+        parts.append((classes, " ".join([*logprobs, arm]).strip(), text))
     return ShownSample(
         one.task_id,
         one.step,
         max((span.policy_version for span in one.version_spans), default=0),
         one.reward,
         texts[0],
-        tuple(
-            (
-                text.removeprefix(before),
-                round(one.behavior_logprobs[i], 3) if one.loss_mask[i] else None,
-                arms[i],
-                bool(one.accepted_drafts) and one.accepted_drafts[i] == 1,
-            )
-            for i, before, text in zip(range(begin, end), texts, texts[1:], strict=False)
-        ),
+        tuple(parts),
         len(ids) - end,
     )
 

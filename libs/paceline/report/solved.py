@@ -7,15 +7,11 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from paceline.v1 import trajectory_pb2 as pb
 from paceline.v1.coordinator_pb2 import StepRecord
 from paceline.v1.rollout_pb2 import SampleFinished
-from paceline.v1.trajectory_pb2 import (
-    FINISH_REASON_ABORT,
-    FINISH_REASON_ERROR,
-    FINISH_REASON_LENGTH,
-)
 
-_UNSCORED = {FINISH_REASON_ERROR: "failed", FINISH_REASON_ABORT: "aborted"}
+_UNSCORED = {pb.FINISH_REASON_ERROR: "failed", pb.FINISH_REASON_ABORT: "aborted"}
 
 BY_NONE, BY_SOME, BY_ALL = "by_none", "by_some", "by_all"
 """Keys of StepRecord.groups_solved."""
@@ -57,7 +53,7 @@ def total_unscored(records: Iterable[StepRecord]) -> dict[str, int]:
 
 def truncated_share(samples: Sequence[SampleFinished]) -> float:
     """Share of samples that ended at their token limit; 0 without samples."""
-    cut = sum(one.finish_reason == FINISH_REASON_LENGTH for one in samples)
+    cut = sum(one.finish_reason == pb.FINISH_REASON_LENGTH for one in samples)
     return cut / max(len(samples), 1)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.report import journal, machine, slots, solved
+from paceline.report import journal, machine, solved
 from paceline.report.spans import SpanReport
 from paceline.streams import LedgerCount
 from paceline.streams.journal import IdleCause, SlotUse
@@ -34,7 +34,7 @@ def summarize(
     """All values of summary.json. Unmeasured figures are None."""
     records, tail = history.records, history.records[-20:]
     step_s = sum(record.step_s for record in records)
-    held = slots.slot_seconds(history.intervals, history.windows, history.slots)
+    drafter_s = sum(one.seconds for one in history.intervals if one.holder == "drafter")
     drafter_steps = sum(record.drafter_steps for record in records)
     first_steps_s = sorted(history.first_steps_s)
     trace_id = spans.trace[0].trace_id if spans.trace else (records[-1].trace_id if records else "")
@@ -56,14 +56,15 @@ def summarize(
         "policy_versions": len({served.policy for served in history.served}),
         "drafter_versions": len({served.drafter for served in history.served}),
         "gate_decisions": dict(history.decisions),
-        **held,
+        "drafter_train_slot_s": drafter_s,
+        "slot_wall_s": history.slots * sum(one.seconds for one in history.windows),
         "slot_s": {use.value: sum(one.slot_s[use] for one in records) for use in SlotUse},
         "idle_s": {cause.value: sum(one.idle_s[cause] for one in records) for cause in IdleCause},
         "slots": history.slots,
         "drafter_steps": drafter_steps,
         "drafter_steps_per_rl_step": ratio(drafter_steps, len(records)),
         "drafter_tokens": history.drafter_tokens,
-        "drafter_tokens_per_slot_s": ratio(history.drafter_tokens, held["drafter_train_slot_s"]),
+        "drafter_tokens_per_slot_s": ratio(history.drafter_tokens, drafter_s),
         "drafter_first_step_s": first_steps_s[len(first_steps_s) // 2] if first_steps_s else None,
         "preempt_wait_share": ratio(sum(record.preempt_wait_s for record in records), step_s),
         "trajectories_published": ledger.final,

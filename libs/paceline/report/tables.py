@@ -1,16 +1,16 @@
 """Rows of the tables on the pages about a run."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from paceline.report.charts import duration, number
 from paceline.report.figures import AUDIT_GAP
 from paceline.report.journal import DrafterDecision, RunHistory
-from paceline.report.spans import Edge
+from paceline.report.spans import SpanReport
 
-_VERSIONS, _DECISIONS = 12, 20
-"""Maximum numbers of drafter versions and of decisions."""
+_VERSIONS = 12
+"""Maximum number of drafter versions."""
 _PATHS = {
     "plain": "computed for the token alone, without drafts",
     "drafted": "drafted, several arms together",
@@ -22,6 +22,8 @@ _PATHS = {
 class Table(NamedTuple):
     """Heads and rows; the first `words` columns are text, the others figures."""
 
+    title: str
+    note: str
     heads: Sequence[str]
     words: int
     rows: Sequence[Sequence[object]]
@@ -48,8 +50,10 @@ def acceptance_table(history: RunHistory) -> Table:
         for version in sorted(rounds, reverse=True)[:_VERSIONS]
         for arm, count in sorted(rounds[version].items())
     ]
+    title = "Acceptance by drafter version and arm"
+    note = "rollouts of the steps that a version served, newest version first"
     heads = ("drafter", "arm", "accepted length", "rounds", "tokens", "steps")
-    return Table(heads, 2, rows, "nothing was drafted")
+    return Table(title, note, heads, 2, rows, "nothing was drafted")
 
 
 def exactness_table(history: RunHistory) -> Table:
@@ -57,37 +61,39 @@ def exactness_table(history: RunHistory) -> Table:
     names = {name for one in history.records for name in one.policy if name.startswith(AUDIT_GAP)}
     paths = {name.removeprefix(AUDIT_GAP) for name in names} | set(history.beyond)
     rows = [_audited(history, path) for path in sorted(paths, key=lambda one: (len(one), one))]
+    title = "Exactness audit by path"
+    note = "tokens scored again by the trainer in the policy version that drew them"
     heads = ("path", "state", "meaning", "tokens", "mean gap", "99th percentile", "bounds")
     empty = "no token was audited: policy_trainer.audit.share draws the sample"
-    return Table(heads, 3, rows, empty, history.beyond)
+    return Table(title, note, heads, 3, rows, empty, history.beyond)
 
 
 def _audited(history: RunHistory, path: str) -> Sequence[str]:
     names = [f"audit_{part}/{path}" for part in ("tokens", "gap", "upper")]
-    measured = [[one.policy[name] for name in names] for one in history.records if _has(one, names)]
+    found = ([one.policy.get(name, 0.0) for name in names] for one in history.records)
+    measured = [figures for figures in found if figures[0]]
     tokens = sum(count for count, _, _ in measured)
     mean = sum(gap * count for count, gap, _ in measured) / max(tokens, 1)
     upper = max((most for _, _, most in measured), default=0.0)
     state, bounds = "within its bound", "–"
-    if found := history.beyond.get(path):
-        tokens, mean, upper = (found.get(name, 0) for name in ("tokens", "mean", "upper"))
-        state = f"beyond its bound, in step {int(found['step']) + 1}"
-        bounds = f"{number(found.get('mean_bound', 0))}, {number(found.get('upper_bound', 0))}"
+    if beyond := history.beyond.get(path):
+        tokens, mean, upper = (beyond.get(name, 0) for name in ("tokens", "mean", "upper"))
+        state = f"beyond its bound, in step {int(beyond['step']) + 1}"
+        bounds = f"{number(beyond.get('mean_bound', 0))}, {number(beyond.get('upper_bound', 0))}"
     kind, _, name = path.partition("=")
     by_name = {"arm": f"drafted by {name}", "numbers": f"weights rounded to {name}"}
     meaning = _PATHS.get(path) or by_name.get(kind, "")
     return path, state, meaning, f"{int(tokens):,}", f"{mean:.2g}", f"{upper:.2g}", bounds
 
 
-def _has(record: Any, names: Sequence[str]) -> bool:
-    return all(name in record.policy for name in names) and record.policy[names[0]] > 0
-
-
-def gate_table(decisions: Iterable[DrafterDecision]) -> Table:
+def gate_table(decisions: Sequence[DrafterDecision]) -> Table:
     """The newest decisions, newest first: candidate against serving drafter."""
-    heads = ("step", "decision", "drafter", "kind", "accepted length", "speed-up", "noise")
-    rows = [_decided(one) for one in list(decisions)[-_DECISIONS:][::-1]]
-    return Table((*heads, "positions", "its steps"), 4, rows, "the gate has not judged any drafter")
+    title = "The drafter's gate"
+    note = "newest decisions: candidate against the drafter that served"
+    judged = ("accepted length", "speed-up", "noise", "positions", "its steps")
+    heads = ("step", "decision", "drafter", "kind", *judged)
+    rows = [_decided(one) for one in reversed(decisions)]
+    return Table(title, note, heads, 4, rows, "the gate has not judged any drafter")
 
 
 def _decided(one: DrafterDecision) -> Sequence[object]:
@@ -106,17 +112,20 @@ def _decided(one: DrafterDecision) -> Sequence[object]:
     )
 
 
-def latency_table(edges: Iterable[Edge]) -> Table:
+def latency_table(spans: SpanReport) -> Table:
     """One row per edge between services."""
+    left_out = f"; {spans.left_out:,} callers left out" if spans.left_out else ""
+    note = "gRPC: as the caller measures it, streams to their end; Redis: from append to read. "
+    note += f"{spans.spans:,} spans read{left_out}"
     rows = [
         (
             *(f"{one.source} → {one.target}", one.method, one.transport, f"{one.count:,}"),
             *map(duration, one.quantiles_s),
         )
-        for one in edges
+        for one in spans.edges
     ]
     heads = ("edge", "call or hop", "over", "count", "p50", "p95", "p99")
-    return Table(heads, 3, rows, "no spans were written")
+    return Table("Latency between services", note, heads, 3, rows, "no spans were written")
 
 
 def figure(value: float | None, digits: int) -> str:

@@ -13,12 +13,11 @@ from paceline.local.news import tell_supervisor
 from paceline.rpc import channel, leased, responses, rpc_errors, wait_healthy
 from paceline.rpc.progress import while_moving
 from paceline.services.coordinator.calls.figures import FinishedSamples
-from paceline.services.coordinator.calls.open_steps import OpenSteps
-from paceline.services.coordinator.calls.tasks import TaskSource
+from paceline.services.coordinator.calls.tasks import OpenSteps, TaskSource
 from paceline.services.coordinator.config import CoordinatorConfig
 from paceline.services.coordinator.journal.groups import ClosedGroups
+from paceline.services.coordinator.machine import events
 from paceline.services.coordinator.machine.commands import StepCommand
-from paceline.services.coordinator.machine.events import CallFailed, Deadline, Event, ServiceLost
 from paceline.services.coordinator.machine.state import Service, State
 from paceline.streams.connection import REDIS_FULL
 from paceline.telemetry import get_logger
@@ -28,11 +27,11 @@ from paceline.v1.policy_pb2_grpc import PolicyServiceStub
 from paceline.v1.rollout_pb2 import TasksFinished
 from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
 from paceline.v1.trajectory_pb2 import CommandContext
+from paceline.v1.weights_pb2_grpc import WeightServiceStub
 from paceline.whole_files import DISK_FULL
 
 T = TypeVar("T")
-STILL_S = 300.0
-"""Seconds without progress of the policy trainer after which the wait for its checkpoint ends."""
+log = get_logger("coordinator")
 
 
 class Peers:
@@ -54,6 +53,7 @@ class Peers:
         (self.drafter_trainer,) = self.channels[Service.DRAFTER_TRAINER]
         # stubs of generated code have no types
         self.rollouts: list[Any] = [RolloutServiceStub(one) for one in self.gateways]  # type: ignore[no-untyped-call]
+        self.weights: list[Any] = [WeightServiceStub(one) for one in self.gateways]  # type: ignore[no-untyped-call]
         self.policy: Any = PolicyServiceStub(self.policy_trainer)  # type: ignore[no-untyped-call]
         self.drafter: Any = DrafterServiceStub(self.drafter_trainer)  # type: ignore[no-untyped-call]
 
@@ -124,10 +124,6 @@ class Absence:
     full: bool = False  # it had no disk or Redis space, and this was reported
 
 
-def no_event(error: PacelineError) -> Event | None:
-    return None
-
-
 @dataclass(slots=True)
 class Calls:
     """State shared by all calls of one run."""
@@ -136,7 +132,7 @@ class Calls:
     peers: Peers
     source: TaskSource
     groups: ClosedGroups
-    emit: Callable[[Event], None]
+    emit: Callable[[events.Event], None]
     now: Callable[[], float]
     state: Callable[[], State]
     samples: dict[int, FinishedSamples] = field(default_factory=dict)  # by step, after its rollouts
@@ -172,7 +168,7 @@ class Calls:
         command: StepCommand,
         *,
         deadline_s: float,
-        event_of: Callable[[PacelineError], Event | None] = no_event,
+        event_of: Callable[[PacelineError], events.Event | None] | None = None,
     ) -> Iterator[None]:
         """Emits a failure of the block as an event and ends the call with Reported.
 
@@ -181,10 +177,10 @@ class Calls:
         try:
             yield
         except TimeoutError as error:
-            self.emit(Deadline(self.now(), command.epoch, what, deadline_s))
+            self.emit(events.Deadline(self.now(), command.epoch, what, deadline_s))
             raise Reported from error
         except PacelineError as error:
-            known = event_of(error)
+            known = event_of(error) if event_of is not None else None
             self.emit(known or self._failure(error, service, what, command.epoch, deadline_s))
             raise Reported from error
         absence = self.absent.pop(service, None)
@@ -193,21 +189,21 @@ class Calls:
 
     def went_without(self, service: Service, what: str, error: PacelineError) -> None:
         """Records the failed call of an optional service that no phase waits for."""
-        get_logger("coordinator").warning(
+        log.warning(
             "the run goes on without an answer", service=service, call=what, error=str(error)
         )
         if isinstance(error, Unavailable):
-            self.emit(ServiceLost(self.now(), service, str(error)))
+            self.emit(events.ServiceLost(self.now(), service, str(error)))
 
     def _failure(
         self, error: PacelineError, service: Service, what: str, epoch: int, deadline_s: float
-    ) -> Event:
+    ) -> events.Event:
         if isinstance(error, Unavailable | ResourceExhausted):
             self._miss(service, error)
-            return ServiceLost(self.now(), service, str(error))
+            return events.ServiceLost(self.now(), service, str(error))
         if isinstance(error, DeadlineExceeded):
-            return Deadline(self.now(), epoch, what, deadline_s)
-        return CallFailed(self.now(), service, what, str(error))
+            return events.Deadline(self.now(), epoch, what, deadline_s)
+        return events.CallFailed(self.now(), service, what, str(error))
 
     def _miss(self, service: Service, error: PacelineError) -> None:
         """Records that a service fails, and since when.
@@ -222,14 +218,6 @@ class Calls:
                 absence.full = True
                 tell_supervisor("impaired", f"{error}; the run goes on when there is room")
         absence.why = f": {error}"
-
-
-async def accepted(call: Any) -> None:
-    """Returns when the peer has accepted a streaming call; raises the error if it rejected the
-    call.
-    """
-    with rpc_errors():
-        await call.wait_for_connection()
 
 
 async def answers(call: Any, last: str) -> AsyncGenerator[tuple[str, Any]]:

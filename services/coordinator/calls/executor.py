@@ -10,38 +10,81 @@ from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
 from typing import Any
 
-from paceline.services.coordinator.calls import (
-    checkpoints,
-    drafter_trainer,
-    policy_trainer,
-    quarantine,
-    recovery,
-    rollouts,
-    slots,
-    weights,
-)
-from paceline.services.coordinator.calls.base import Calls, Reported
-from paceline.services.coordinator.machine import commands
+from paceline.errors import PacelineError, Unavailable
+from paceline.local.patience import patient
+from paceline.rpc.progress import ASK_S, ask_progress
+from paceline.services.coordinator.calls import rollouts, slots, trainers, weights
+from paceline.services.coordinator.calls.base import Absence, Calls, Reported, each, log
+from paceline.services.coordinator.machine import commands, events
 from paceline.services.coordinator.machine.commands import Command
-from paceline.telemetry import get_logger
+from paceline.services.coordinator.machine.state import OPTIONAL
 
 CLOSE_S = 10.0
 """Seconds that cancelled calls have for their cleanup."""
+
+_LONGEST_PAUSE_S = 5.0
+
+
+async def await_service(calls: Calls, command: commands.AwaitService) -> None:
+    """Emits ServiceBack when the peer is healthy again. Emits CallFailed when a required peer does
+    not recover in time.
+    """
+    service = command.service
+    absence = calls.absent.setdefault(service, Absence(calls.now()))
+    while True:
+        try:
+            await _healthy_again(calls, command, absence)
+        except PacelineError as error:
+            if service not in OPTIONAL:
+                calls.emit(events.CallFailed(calls.now(), service, "recovery", str(error)))
+                return
+            absence.since_s = calls.now()  # an optional service may return at any time
+        else:
+            calls.emit(events.ServiceBack(calls.now(), service))
+            return
+
+
+async def _healthy_again(calls: Calls, command: commands.AwaitService, absence: Absence) -> None:
+    """Returns when the peer is healthy. Raises the last error when the recovery time is over."""
+    service, limit_s = command.service, calls.config.service_recovery_s
+    left_s = absence.since_s + limit_s - calls.now()
+    if left_s <= 0:
+        raise Unavailable(f"{service} kept failing{absence.why}", seen=f"{limit_s:g} s")
+    # A healthy peer may still fail: if its own peers are away, its calls fail at once. Hence the
+    # pause.
+    await asyncio.sleep(min(absence.pause_s, left_s))
+    absence.pause_s = min(2 * absence.pause_s, _LONGEST_PAUSE_S)
+    if late := await calls.peers.unhealthy(service, left_s):
+        channels = calls.peers.channels[service]
+        if not all(await each(_gets_on(channels[number], limit_s) for number in late)):
+            raise next(iter(late.values()))
+        absence.since_s = calls.now()  # it loads or replays, so its time starts again
+        await _healthy_again(calls, command, absence)
+
+
+async def _gets_on(channel: Any, limit_s: float) -> bool:
+    """Whether an unhealthy process still answers and one of its parts has made progress."""
+    try:
+        parts = (await ask_progress(channel, patient(ASK_S))).parts
+    except PacelineError:
+        return False
+    return any(part.still_s < limit_s for part in parts if part.doing)
+
 
 CALLS: dict[type[Command], Callable[[Calls, Any], Coroutine[Any, Any, None]]] = {
     commands.RunTasks: rollouts.run_tasks,
     commands.ResumeWorkers: slots.resume_workers,
     commands.Evaluate: rollouts.evaluate,
-    commands.ActivateDrafter: drafter_trainer.activate,
-    commands.JoinDrafter: drafter_trainer.join,
-    commands.PreemptDrafter: drafter_trainer.preempt,
-    commands.TrainPolicy: policy_trainer.train,
-    commands.Quarantine: quarantine.quarantine,
+    commands.ActivateDrafter: trainers.activate_drafter,
+    commands.JoinDrafter: trainers.join_drafter,
+    commands.PreemptDrafter: trainers.preempt_drafter,
+    commands.TrainPolicy: trainers.train_policy,
+    commands.Quarantine: slots.quarantine,
     commands.Commit: weights.commit,
     commands.AbortDrafter: weights.abort_drafter,
-    commands.SaveCheckpoints: checkpoints.save,
+    commands.SaveCheckpoints: trainers.save_checkpoints,
     commands.HandBack: slots.hand_back,
-    commands.AwaitService: recovery.await_service,
+    commands.AwaitService: await_service,
 }
 """The commands that are calls; the runner handles all other commands."""
 
@@ -55,7 +98,6 @@ class Executor:
         """
         self._calls = calls
         self._on_defect = on_defect
-        self._log = get_logger("coordinator")
         self._running: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # including replaced calls
 
@@ -95,7 +137,7 @@ class Executor:
         if self._running.get(kind) is task:
             del self._running[kind]
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._log.error("call failed", call=kind, exc_info=error)
+            log.error("call failed", call=kind, exc_info=error)
             self._on_defect(error)
 
 
@@ -106,6 +148,4 @@ async def until_gone(tasks: Collection[asyncio.Task[None]], deadline_s: float) -
     left = (await asyncio.wait(tasks, timeout=deadline_s))[1] if tasks else ()
     if left:
         names = sorted(task.get_name() for task in left)
-        get_logger("coordinator").error(
-            "calls did not end in time", calls=names, after_s=deadline_s
-        )
+        log.error("calls did not end in time", calls=names, after_s=deadline_s)

@@ -38,11 +38,9 @@ class FinishedSamples:
 
     def add(self, sample: SampleFinished) -> None:
         """Adds one sample."""
-        index = self._index.get(sample.group_id)
-        if index is None:
-            self._found[0, sample.group_id, sample.sample_index, sample.session_id] = sample
-        else:
-            self._found[index, "", sample.sample_index, ""] = sample
+        index, number = self._index.get(sample.group_id), sample.sample_index
+        own = (0, sample.group_id, number, sample.session_id)
+        self._found[own if index is None else (index, "", number, "")] = sample
 
     @property
     def ordered(self) -> list[SampleFinished]:
@@ -67,18 +65,17 @@ def rollout_figures(
         "rollout_s": finished.rollout_s,
         "accept_length": accept_length(finished.speculation),
         "drafted_rounds": finished.speculation.drafted_rounds,
-        **arm_figures(finished.speculation),
+        **{
+            name: dict(sorted(getattr(finished.speculation, name).items()))
+            for name in ("arm_drafted_rounds", "arm_round_tokens")
+        },
         "trained_rounds": finished.speculation.trained_rounds,
         "trained_round_tokens": finished.speculation.trained_round_tokens,
         "truncated_share": truncated_share(samples),
         "groups_solved": groups_solved(samples, solved_above),
         "near_ties": sum(sample.smallest_gap < NEAR_TIE_GAP for sample in samples),
         "tokens_hash": combined_hash(sample.tokens_hash for sample in samples),
-        "length_quantiles": (
-            quantile(lengths, 0.5),
-            quantile(lengths, 0.9),
-            quantile(lengths, 1.0),
-        ),
+        "length_quantiles": tuple(quantile(lengths, share) for share in (0.5, 0.9, 1.0)),
         "pulls": pulls(finished.arms),
         FIGURE: group_figure(finished.closed_groups),
     }
@@ -124,14 +121,6 @@ def accept_lengths(stats: SpeculationStats) -> dict[str, float]:
     }
 
 
-def arm_figures(stats: SpeculationStats) -> dict[str, dict[str, float | int]]:
-    """The drafted rounds of each arm and their tokens, under the names of the step's record."""
-    return {
-        "arm_drafted_rounds": dict(sorted(stats.arm_drafted_rounds.items())),
-        "arm_round_tokens": dict(sorted(stats.arm_round_tokens.items())),
-    }
-
-
 def combined_hash(hashes: Iterable[str]) -> str:
     """sha256 over hashes in order, hex, first 16 characters."""
     return hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
@@ -170,19 +159,16 @@ def round_costs(arms: Iterable[ArmStats]) -> list[RoundCosts]:
                 for name, arm in sorted(groups[group].items())
                 if name != OFF
             },
-            rival=max(
-                [
-                    1.0,
-                    *(
-                        arm.mean_tokens_per_s * seconds
-                        for name, arm in groups[group].items()
-                        if speculator_of(name) in UNTRAINED
-                    ),
-                ]
-            ),
+            rival=_rival(groups[group], seconds),
         )
         for group, seconds in known.items()
     ]
+
+
+def _rival(arms: Mapping[str, ArmStats], seconds: float) -> float:
+    """Tokens of the best untrained speculator in the time of a round without drafts; at least 1."""
+    found = [arm for name, arm in arms.items() if speculator_of(name) in UNTRAINED]
+    return max([1.0, *(arm.mean_tokens_per_s * seconds for arm in found)])
 
 
 def _plain_seconds(group: int, groups: Mapping[int, Mapping[str, ArmStats]]) -> float:

@@ -3,20 +3,17 @@ each gateway has W workers and numbers them from 0.
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 from paceline.errors import Unavailable
-from paceline.local.services import GATEWAY, gateway_name
 from paceline.messages import merge_arms, stats_from_proto, stats_to_proto
 from paceline.rpc import rpc_errors
 from paceline.rpc.progress import LONGEST_S, while_moving
-from paceline.services.coordinator.calls.base import WORKER_LOST, Calls, accepted, answers, each
+from paceline.services.coordinator.calls.base import WORKER_LOST, Calls, answers, each
 from paceline.trajectory import SpeculationStats
-from paceline.v1.progress_pb2 import Part
-from paceline.v1.rollout_pb2 import RunTasksRequest, ShareDone, TasksFinished
+from paceline.v1 import rollout_pb2 as pb
 
 T = TypeVar("T")
 
@@ -42,7 +39,7 @@ class TaskCalls:
     answers become one stream.
     """
 
-    def __init__(self, calls: Calls, request: RunTasksRequest) -> None:
+    def __init__(self, calls: Calls, request: pb.RunTasksRequest) -> None:
         self._calls = calls
         several = len(calls.peers.rollouts) > 1
         self._collects = several and bool(request.open_groups and not request.tasks)
@@ -63,7 +60,8 @@ class TaskCalls:
                 for number, part in self._parts.items()
             }
             try:
-                await each(accepted(call) for call in self._running.values())
+                with rpc_errors():
+                    await each(call.wait_for_connection() for call in self._running.values())
             except BaseException:
                 for call in self._running.values():
                     call.cancel()
@@ -76,10 +74,10 @@ class TaskCalls:
         of_each = self._calls.workers_of_each
         for number in set(range(len(self._calls.peers.rollouts))) - {*self._running}:
             for worker in range(of_each):  # it has no task, so its workers are free
-                yield "share", ShareDone(worker_index=number * of_each + worker)
+                yield "share", pb.ShareDone(worker_index=number * of_each + worker)
         streams = [self._answers(number, call) for number, call in self._running.items()]
         beside = [self._calls.open_steps.collect(self._step)] if self._collects else []
-        totals: dict[int, TasksFinished] = {}
+        totals: dict[int, pb.TasksFinished] = {}
         async with aclosing(merged(streams, beside)) as found:
             async for place, (name, answer) in found:
                 if name == "finished":
@@ -107,29 +105,29 @@ class TaskCalls:
             raise Unavailable(error.message, reason=WORKER_LOST, seen=seen) from error
 
 
-def split_tasks(request: RunTasksRequest, gateways: int) -> dict[int, RunTasksRequest]:
+def split_tasks(request: pb.RunTasksRequest, gateways: int) -> dict[int, pb.RunTasksRequest]:
     """The tasks of each gateway with a share, by its number. Without tasks, every gateway gets the
     whole request.
     """
     if gateways == 1 or not request.tasks:
         return dict.fromkeys(range(gateways), request)
-    parts: dict[int, RunTasksRequest] = {}
+    parts: dict[int, pb.RunTasksRequest] = {}
     for index, task in enumerate(request.tasks):
         number = index * gateways // len(request.tasks)
         if number not in parts:
-            parts[number] = RunTasksRequest()
+            parts[number] = pb.RunTasksRequest()
             parts[number].CopyFrom(request)
             del parts[number].tasks[:]
         parts[number].tasks.append(task)
     return parts
 
 
-def summed(parts: Sequence[TasksFinished]) -> TasksFinished:
+def summed(parts: Sequence[pb.TasksFinished]) -> pb.TasksFinished:
     """The totals of all parts, in the order of their tasks. The regret is left out."""
     if len(parts) == 1:
         return parts[0]
     stats = sum((stats_from_proto(part.speculation) for part in parts), SpeculationStats())
-    return TasksFinished(
+    return pb.TasksFinished(
         scored=sum(part.scored for part in parts),
         unscored=sum(part.unscored for part in parts),
         response_tokens=sum(part.response_tokens for part in parts),
@@ -171,28 +169,3 @@ async def merged(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def one_gateway(answers: Sequence[Sequence[Part]], of_each: int) -> list[Part]:
-    """The parts of all gateways as those of one: the gateway with the latest progress among the
-    busy ones, with the counts of all, then all workers.
-    """
-    fronts, workers = [parts[0] for parts in answers], list[Part]()
-    for number, parts in enumerate(answers):
-        names = {f"worker {w}": f"worker {number * of_each + w}" for w in range(of_each)}
-        for part in parts:
-            part.name = names.get(part.name, part.name)
-            part.waits_for = names.get(part.waits_for, part.waits_for)
-        workers += parts[1:]
-    whole, counts = Part(), Counter[str]()
-    whole.CopyFrom(min(fronts, key=lambda front: (not front.doing, front.still_s)))
-    for front in fronts:
-        counts.update(front.counts)
-    whole.name = GATEWAY
-    whole.counts.update(counts)
-    whole.trouble = "; ".join(
-        f"{gateway_name(number)} {front.trouble}"
-        for number, front in enumerate(fronts)
-        if front.trouble
-    )
-    return [whole, *workers]

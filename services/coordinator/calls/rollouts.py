@@ -1,26 +1,19 @@
 """Calls the rollout gateway for rollouts, evaluations and its version set at the start of a run."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 
 from paceline import errors
 from paceline.messages import versions_from_proto
 from paceline.report.solved import accuracy, pass_figures
-from paceline.services.coordinator.calls import (
-    base,
-    checkpoints,
-    gateways,
-    quarantine,
-    slots,
-    weights,
-)
+from paceline.services.coordinator.calls import base, gateways, slots, trainers, weights
 from paceline.services.coordinator.calls.figures import (
     FinishedSamples,
     accept_length,
     pulls,
     rollout_figures,
 )
-from paceline.services.coordinator.machine import commands, events, rollout, state
+from paceline.services.coordinator.machine import commands, events, schedule, state
 from paceline.services.coordinator.machine.events import PASSED, Event, Figure
 from paceline.services.coordinator.machine.settings import KEPT, RunSettings, Schedule
 from paceline.v1 import rollout_pb2
@@ -84,35 +77,30 @@ async def run_tasks(calls: base.Calls, command: commands.RunTasks) -> None:
         worker = int(error.seen) if error.seen and error.seen.isdecimal() else 0
         return events.WorkerLost(calls.now(), command.epoch, worker)
 
-    deadline_s = calls.config.step_deadline_s
-    with calls.reported(state.Service.GATEWAY, "tasks", command, deadline_s=deadline_s):
+    service, deadline_s = state.Service.GATEWAY, calls.config.step_deadline_s
+    epoch, groups = command.epoch, tuple(schedule.bits(command.places))
+    with calls.reported(service, "tasks", command, deadline_s=deadline_s):
         request = calls.source.step_request(
-            command.step,
-            command.epoch,
-            command.round,
-            tuple(rollout.bits(command.places)),
-            capture=command.capture,
+            command.step, epoch, command.round, groups, capture=command.capture
         )
     if calls.rolled_out.versions.drafter == command.versions.drafter:
         request.arms.extend(calls.rolled_out.arms)
     places = {task.group_id: task.task_index for task in request.tasks}
     samples = calls.samples.setdefault(command.step, FinishedSamples(request))
-    with calls.reported(
-        state.Service.GATEWAY, "rollout", command, deadline_s=deadline_s, event_of=worker_lost
-    ):
-        async with calls.handing_over:
-            await _prepare_gateways(calls, command)
-            running = gateways.TaskCalls(calls, request)
-            await running.begin()
+    singly = calls.state().settings.schedule is Schedule.FULLY_ASYNC
+    with calls.reported(service, "rollout", command, deadline_s=deadline_s, event_of=worker_lost):
+        running = await _begin(calls, command, request)
         async for name, answer in running.news():
+            now = calls.now()
             match name:
                 case "sample":
                     samples.add(answer)
-                case "closed" if calls.state().settings.schedule is Schedule.FULLY_ASYNC:
-                    calls.emit(_group_closed(calls, command, places, answer))
+                case "closed" if singly:
+                    group, place = answer.group_id, places[answer.group_id]
+                    ended = answer.scored_sessions, answer.equal_rewards
+                    calls.emit(events.GroupClosed(now, epoch, place, group, *ended))
                 case "share":
-                    done = events.ShareDone(calls.now(), command.epoch, answer.worker_index)
-                    calls.emit(done)
+                    calls.emit(events.ShareDone(now, epoch, answer.worker_index))
                 case "finished":
                     above = calls.config.evaluation.solved_above
                     figures = rollout_figures(samples.ordered, answer, above)
@@ -123,32 +111,24 @@ async def run_tasks(calls: base.Calls, command: commands.RunTasks) -> None:
                         for group in answer.closed_groups
                         if group.equal_rewards and group.group_id in places
                     )
-                    calls.emit(events.TasksFinished(calls.now(), command.epoch, figures, equal))
+                    calls.emit(events.TasksFinished(now, epoch, figures, equal))
 
 
-async def _prepare_gateways(
-    calls: base.Calls, command: commands.RunTasks | commands.Evaluate
-) -> None:
-    """Brings weights, quarantine and slots of the gateways to the state of the command."""
-    await weights.mend(calls, command)
-    await quarantine.withhold(calls, calls.learner_context())
-    await slots.resume(calls, command)
-
-
-def _group_closed(
+async def _begin(
     calls: base.Calls,
-    command: commands.RunTasks,
-    places: Mapping[str, int],
-    group: rollout_pb2.ClosedGroup,
-) -> events.GroupClosed:
-    return events.GroupClosed(
-        calls.now(),
-        command.epoch,
-        places[group.group_id],
-        group.group_id,
-        group.scored_sessions,
-        group.equal_rewards,
-    )
+    command: commands.RunTasks | commands.Evaluate,
+    request: rollout_pb2.RunTasksRequest,
+) -> gateways.TaskCalls:
+    """Brings weights, quarantine and slots of the gateways to the state of the command, and begins
+    the tasks.
+    """
+    running = gateways.TaskCalls(calls, request)
+    async with calls.handing_over:
+        await weights.mend(calls, command)
+        await slots.withhold(calls, calls.learner_context())
+        await slots.resume(calls, command)
+        await running.begin()
+    return running
 
 
 async def evaluate(calls: base.Calls, command: commands.Evaluate) -> None:
@@ -161,47 +141,38 @@ async def evaluate(calls: base.Calls, command: commands.Evaluate) -> None:
         reason: dict[str, Figure] = {"reason": str(error)}
         return events.EvaluationDone(calls.now(), command.epoch, command.kind, None, reason)
 
-    deadline_s = calls.config.step_deadline_s
-    with calls.reported(state.Service.GATEWAY, "tasks", command, deadline_s=deadline_s):
+    service, deadline_s = state.Service.GATEWAY, calls.config.step_deadline_s
+    with calls.reported(service, "tasks", command, deadline_s=deadline_s):
         request = calls.source.evaluation_request(command.kind, command.step, command.epoch)
     samples = FinishedSamples(request)
-    with calls.reported(
-        state.Service.GATEWAY, "evaluate", command, deadline_s=deadline_s, event_of=not_made
-    ):
-        async with calls.handing_over:
-            await _prepare_gateways(calls, command)
-        running = gateways.TaskCalls(calls, request)
-        await running.begin()
+    with calls.reported(service, "evaluate", command, deadline_s=deadline_s, event_of=not_made):
+        running = await _begin(calls, command, request)
         async for name, answer in running.news():
-            match name:
-                case "sample":
-                    samples.add(answer)
-                case "finished":
-                    done = _evaluation_done(calls, command, samples, answer)
-                    if (
-                        command.kind is state.Evaluation.ACCURACY
-                        and command.step
-                        and done.value is not None
-                    ):
-                        await checkpoints.keep_if_best(calls, command, done.value)
-                    calls.emit(done)
+            if name == "sample":
+                samples.add(answer)
+            elif name == "finished":
+                done = _evaluation_done(calls, command, samples.ordered, answer)
+                best = command.kind is state.Evaluation.ACCURACY and command.step
+                if best and done.value is not None:
+                    await trainers.keep_if_best(calls, command, done.value)
+                calls.emit(done)
 
 
 def _evaluation_done(
     calls: base.Calls,
     command: commands.Evaluate,
-    samples: FinishedSamples,
+    samples: Sequence[rollout_pb2.SampleFinished],
     finished: rollout_pb2.TasksFinished,
 ) -> events.EvaluationDone:
     settings, passed = calls.config.evaluation, None
     if command.kind is state.Evaluation.PROBE:
         value = accept_length(finished.speculation) or None
     else:
-        value = accuracy(samples.ordered, settings.solved_above)
-        passed = pass_figures(samples.ordered, settings.samples, settings.solved_above)
+        value = accuracy(samples, settings.solved_above)
+        passed = pass_figures(samples, settings.samples, settings.solved_above)
     figures: dict[str, Figure] = {
         "finished_steps": command.step,
-        "samples": len(samples.ordered),
+        "samples": len(samples),
         "response_tokens": finished.response_tokens,
         "pulls": pulls(finished.arms),
         "policy_version": finished.versions.policy,

@@ -1,4 +1,6 @@
-"""Calls about slots: memory of workers, and reclaims for waiting callers."""
+"""Calls the gateways about workers: their memory, reclaims for waiting callers, and the paths that
+they may not use.
+"""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -6,20 +8,18 @@ from contextlib import aclosing, suppress
 from typing import Any
 
 from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
+from paceline.local.news import tell_supervisor
 from paceline.local.patience import patient
 from paceline.rpc import leased, responses, rpc_errors
-from paceline.services.coordinator.calls.base import Calls, each, no_event
+from paceline.services.coordinator.calls.base import Calls, each, log
 from paceline.services.coordinator.calls.gateways import ask_all, by_gateway
 from paceline.services.coordinator.machine import commands, events
-from paceline.services.coordinator.machine.commands import StepCommand
-from paceline.services.coordinator.machine.events import Event
 from paceline.services.coordinator.machine.settings import Schedule
 from paceline.services.coordinator.machine.slots import Holder
 from paceline.services.coordinator.machine.state import Phase, Service
-from paceline.telemetry import get_logger
-from paceline.v1 import rollout_pb2
+from paceline.trajectory import PLAIN_PATH
+from paceline.v1 import policy_pb2, rollout_pb2
 from paceline.v1.drafter_pb2 import PreemptRequest, PreemptResponse
-from paceline.v1.policy_pb2 import SavePolicyCheckpointRequest
 from paceline.v1.trajectory_pb2 import CommandContext
 
 RESUME_DEADLINE_S = 300.0
@@ -42,7 +42,7 @@ async def release(
     what: str,
     *,
     deadline_s: float,
-    event_of: Callable[[PacelineError], Event | None] = no_event,
+    event_of: Callable[[PacelineError], events.Event | None] | None = None,
 ) -> None:
     """Frees the memory of the workers on these slots before `holder` gets the slots; emits
     WorkersReleased.
@@ -56,15 +56,15 @@ async def release(
     # listener.
     outlasts_s = deadline_s if holder is Holder.POLICY else 0.0
     context, rollouts = calls.context(command), calls.peers.rollouts
+    # Rollouts that resume later from their tokens need no drain.
+    resumes = holder is Holder.POLICY and settings.schedule is not Schedule.SYNC
+    drain_s = 0.0 if resumes else None
     requests = {
         number: rollout_pb2.ReleaseWorkersRequest(
-            context=context, workers=own, outlasts_s=outlasts_s
+            context=context, workers=own, outlasts_s=outlasts_s, drain_s=drain_s
         )
         for number, own in by_gateway(workers, calls.workers_of_each).items()
     }
-    if holder is Holder.POLICY and settings.schedule is not Schedule.SYNC:
-        for request in requests.values():
-            request.drain_s = 0.0  # rollouts resume later from their tokens; no drain is needed
     asked_s = calls.now()
     with (
         calls.reported(Service.GATEWAY, what, command, deadline_s=deadline_s, event_of=event_of),
@@ -80,7 +80,7 @@ async def release(
     calls.emit(events.WorkersReleased(at_s, command.epoch, holder, figures))
 
 
-async def resume(calls: Calls, command: StepCommand) -> None:
+async def resume(calls: Calls, command: commands.StepCommand) -> None:
     """Returns all slots to the engine; its workers load their gateway's serving set."""
     request = rollout_pb2.ResumeWorkersRequest(context=calls.context(command))
     await ask_all(calls, "ResumeWorkers", request, RESUME_DEADLINE_S)
@@ -101,12 +101,12 @@ async def give_back(calls: Calls, step: int, epoch: int) -> None:
     if not calls.state().phases & {Phase.ROLLOUT, Phase.PAUSED}:
         return
     try:
-        await resume(calls, StepCommand(step, epoch))
+        await resume(calls, commands.StepCommand(step, epoch))
     except PacelineError as error:
-        get_logger("coordinator").info("workers stay lent out for now", error=str(error))
+        log.info("workers stay lent out for now", error=str(error))
 
 
-async def preempted(calls: Calls, context: CommandContext) -> PreemptResponse:
+async def request_preemption(calls: Calls, context: CommandContext) -> PreemptResponse:
     """Sends up to three Preempt requests, each with PREEMPT_S seconds, and returns the first
     answer. Raises DeadlineExceeded and other errors of the call.
 
@@ -133,14 +133,14 @@ async def hand_back(calls: Calls, command: commands.HandBack) -> None:
     If a trainer does not answer, the workers stay lent only if that trainer may still compute
     there.
     """
-    config, peers, log = calls.config, calls.peers, get_logger("coordinator")
+    config, peers = calls.config, calls.peers
     try:
         if command.drafter_epoch:
             lease = leased(config.security, config.run.id, command.step, command.drafter_epoch)
             with suppress(Unavailable, DeadlineExceeded):  # then it kills its ranks
-                await preempted(calls, lease)
+                await request_preemption(calls, lease)
         if command.policy:
-            save = SavePolicyCheckpointRequest(context=calls.context(command))
+            save = policy_pb2.SavePolicyCheckpointRequest(context=calls.context(command))
             with suppress(Unavailable):  # answers after its running step
                 await peers.save_policy(save, patient(_LEAVE_STILL_S))
         await resume(calls, command)
@@ -166,7 +166,7 @@ async def _listen_on(calls: Calls, rollout: Any) -> None:
                     async for waiting in news:
                         await _reclaim(calls, waiting)
         except PacelineError as error:
-            get_logger("coordinator").debug("the gateway does not answer", error=str(error))
+            log.debug("the gateway does not answer", error=str(error))
         await asyncio.sleep(_PAUSE_S)
 
 
@@ -179,3 +179,48 @@ async def _reclaim(calls: Calls, waiting: rollout_pb2.WatchTrafficResponse) -> N
         await give_back(calls, state.step, waiting.epoch)
     elif state.lease.epoch == waiting.epoch:
         calls.emit(events.TrafficWaits(calls.now(), waiting.epoch, waiting.requests))
+
+
+_QUARANTINE_S = 30.0
+
+
+def report_inexact_paths(calls: Calls, epoch: int, stepped: policy_pb2.PolicyStepped) -> None:
+    """Logs and reports the paths beyond their bounds, if any, and emits PathsBeyondBound."""
+    if not stepped.beyond:
+        return
+    details: dict[str, events.Figure] = {}
+    for one in stepped.beyond:
+        measured = ("tokens", "mean", "upper", "mean_bound", "upper_bound")
+        figures = {name: getattr(one, name) for name in measured}
+        details[one.path] = figures
+        log.error("inexact_path", path=one.path, **figures)
+        follows = "nothing is left to turn off" if one.path == PLAIN_PATH else "it is quarantined"
+        tell_supervisor(
+            "impaired",
+            f"the audit found {one.path} inexact: mean gap {one.mean:.2g} nats (bound "
+            f"{one.mean_bound:.2g}), 99th percentile {one.upper:.2g} (bound {one.upper_bound:.2g}) "
+            f"over {one.tokens} tokens; {follows}, the run goes on",
+        )
+    paths = tuple(one.path for one in stepped.beyond)
+    calls.emit(events.PathsBeyondBound(calls.now(), epoch, paths, details))
+
+
+async def quarantine(calls: Calls, command: commands.Quarantine) -> None:
+    """Applies the quarantine at once if the gateway answers; otherwise the next rollouts start with
+    it.
+    """
+    try:
+        await withhold(calls, calls.context(command))
+    except PacelineError as error:
+        log.error("the quarantine waits for the next rollouts", error=str(error))
+
+
+async def withhold(calls: Calls, context: CommandContext) -> None:
+    """Stops all gateways from using the quarantined paths. Raises errors of the call."""
+    paths = calls.state().quarantined
+    if not paths:
+        return
+    request = rollout_pb2.QuarantineRequest(context=context, paths=paths)
+    answers = await ask_all(calls, "Quarantine", request, _QUARANTINE_S)
+    if unmet := sorted({path for answer in answers for path in answer.unmet}):
+        log.error("paths_stay", paths=unmet)

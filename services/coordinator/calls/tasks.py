@@ -1,22 +1,26 @@
-"""Draws the tasks of steps and evaluations, as RunTasks requests with group ids.
+"""Draws the tasks of steps and evaluations, as RunTasks requests with group ids. Shares
+the groups that agents opened at several gateways among the steps.
 
 A step's tasks depend only on the run's seed, the step and the round of dynamic sampling. A
 restarted coordinator therefore requests the same tasks.
 """
 
+import asyncio
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.messages import task_specs
 from paceline.plugins import import_filter
-from paceline.rpc import MOST_TASK_BYTES, leased
+from paceline.rpc import MOST_TASK_BYTES, leased, responses, rpc_errors
 from paceline.services.coordinator.config import CoordinatorConfig
 from paceline.services.coordinator.machine.state import Evaluation
 from paceline.tasks import Task, draw_tasks
 from paceline.tasks.file import TaskFile
-from paceline.v1.rollout_pb2 import RunTasksRequest, TaskSpec
-from paceline.v1.trajectory_pb2 import PURPOSE_EVAL, PURPOSE_TRAIN, SamplingParams
+from paceline.v1 import rollout_pb2, trajectory_pb2
+from paceline.v1.rollout_pb2 import RunTasksRequest
 
 EVALUATION_SEED = 20_000
 """The same for all evaluations, so that their values are comparable between steps and runs."""
@@ -62,11 +66,8 @@ class TaskSource:
     @property
     def samples_per_step(self) -> int:
         """Requested samples per step; 0 in open traffic, where agents decide."""
-        return (
-            0
-            if self._config.open_traffic
-            else self._config.prompts_per_step * self._config.samples_per_task
-        )
+        config = self._config
+        return 0 if config.open_traffic else config.prompts_per_step * config.samples_per_task
 
     def step_request(
         self,
@@ -83,11 +84,11 @@ class TaskSource:
         config = self._config
         return RunTasksRequest(
             context=leased(config.security, config.run.id, step, epoch),
-            purpose=PURPOSE_TRAIN,
+            purpose=trajectory_pb2.PURPOSE_TRAIN,
             tasks=[] if config.open_traffic else self._step_tasks(step, round_number, places),
             open_groups=config.prompts_per_step if config.open_traffic else 0,
             samples_per_task=config.samples_per_task,
-            sampling=SamplingParams(
+            sampling=trajectory_pb2.SamplingParams(
                 temperature=config.sampling.temperature, max_tokens=config.sampling.max_tokens
             ),
             run_seed=config.run.seed,
@@ -106,7 +107,9 @@ class TaskSource:
     def _stage(self, step: int) -> Stage:
         return next(stage for stage in reversed(self._stages) if step >= stage.from_step)
 
-    def _step_tasks(self, step: int, round_number: int, places: Sequence[int]) -> list[TaskSpec]:
+    def _step_tasks(
+        self, step: int, round_number: int, places: Sequence[int]
+    ) -> list[rollout_pb2.TaskSpec]:
         drawn = self._draw(step)
         if not round_number:
             return task_specs(enumerate(drawn), f"s{step}")
@@ -144,7 +147,7 @@ class TaskSource:
         tasks = heldout[: evaluation.probe_prompts if probe else evaluation.heldout_prompts]
         return RunTasksRequest(
             context=leased(config.security, config.run.id, 0, epoch),
-            purpose=PURPOSE_EVAL,
+            purpose=trajectory_pb2.PURPOSE_EVAL,
             tasks=task_specs(enumerate(tasks), f"{kind.value}-{finished_steps}-{epoch}"),
             samples_per_task=1 if probe else evaluation.samples,
             sampling=self._evaluation_sampling(probe=probe),
@@ -155,12 +158,12 @@ class TaskSource:
             silence_s=config.step_deadline_s / 2,
         )
 
-    def _evaluation_sampling(self, *, probe: bool) -> SamplingParams:
+    def _evaluation_sampling(self, *, probe: bool) -> trajectory_pb2.SamplingParams:
         """The probe samples as in training, at temperature 1."""
         evaluation, most = self._config.evaluation, self._config.sampling.max_tokens
         if probe:
-            return SamplingParams(temperature=1.0, max_tokens=most)
-        return SamplingParams(
+            return trajectory_pb2.SamplingParams(temperature=1.0, max_tokens=most)
+        return trajectory_pb2.SamplingParams(
             temperature=evaluation.temperature,
             top_p=evaluation.top_p if evaluation.top_p < 1 else 0.0,
             max_tokens=evaluation.max_tokens or most,
@@ -207,3 +210,88 @@ def _distinct(tasks: Iterator[Task], count: int, without: set[str]) -> list[Task
         if task.task_id not in without:
             drawn.setdefault(task.task_id, task)
     return list(drawn.values())
+
+
+_ASSIGN_DEADLINE_S = 30.0
+
+
+@dataclass(eq=False)
+class GroupsOfStep:
+    """A step that needs groups."""
+
+    rollouts: Sequence[Any]  # the stubs of the gateways
+    context: trajectory_pb2.CommandContext
+    wanted: int
+    assigned: dict[int, int] = field(default_factory=dict)  # by gateway
+    whole: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def lacking(self) -> int:
+        """Number of missing groups."""
+        return self.wanted - sum(self.assigned.values())
+
+    async def assign(self, number: int, most: int, *, last: bool = False) -> None:
+        """Assigns up to `most` closed groups of a gateway; `last` ends its RunTasks call."""
+        request = rollout_pb2.AssignGroupsRequest(context=self.context, most=most, last=last)
+        with rpc_errors():
+            answer = await self.rollouts[number].AssignGroups(request, timeout=_ASSIGN_DEADLINE_S)
+        self.assigned[number] = answer.assigned
+        if self.lacking <= 0:
+            self.whole.set()
+
+
+class OpenSteps:
+    """The steps of one run: each gets the requested number of groups, the earliest step first. One
+    step at a time gets groups, so no step gets too many.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[GroupsOfStep] = []
+        self._turn = asyncio.Lock()
+
+    async def begin(self, rollouts: Sequence[Any], request: RunTasksRequest) -> GroupsOfStep:
+        """A step, with the groups of earlier calls for it. Raises errors of the gateways."""
+        step = GroupsOfStep(rollouts, request.context, request.open_groups)
+        async with self._turn:
+            for number in range(len(rollouts)):
+                await step.assign(number, 0)
+        return step
+
+    async def collect(self, step: GroupsOfStep) -> None:
+        """Returns when a step has all its groups and every gateway has recorded them. Raises errors
+        of the gateways.
+        """
+        self._steps.append(step)
+        self._steps.sort(key=lambda one: one.context.step)
+        numbers = range(len(step.rollouts))
+        watches = [asyncio.create_task(self._watch(step.rollouts, number)) for number in numbers]
+        whole = asyncio.create_task(step.whole.wait())
+        try:
+            done, _ = await asyncio.wait({whole, *watches}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            self._steps.remove(step)
+            async with self._turn:  # an assignment that is cut off would not be counted
+                for task in (whole, *watches):
+                    task.cancel()
+            await asyncio.gather(whole, *watches, return_exceptions=True)
+        async with self._turn:
+            for number in numbers:
+                await step.assign(number, 0, last=True)
+        for number in numbers:  # groups that waited for a later step
+            await self._share_out(number)
+
+    async def _watch(self, rollouts: Sequence[Any], number: int) -> None:
+        """Shares out the groups that close at a gateway, until cancelled."""
+        with rpc_errors():
+            call = rollouts[number].WatchGroups(rollout_pb2.WatchGroupsRequest())
+            async with aclosing(responses(call)) as news:
+                async for _ in news:
+                    await self._share_out(number)
+
+    async def _share_out(self, number: int) -> None:
+        async with self._turn:
+            for step in [*self._steps]:
+                if step.lacking > 0:
+                    await step.assign(number, step.lacking)

@@ -4,26 +4,23 @@ damaged sets.
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from paceline.errors import DataLoss, FailedPrecondition, NotFound, PacelineError
 from paceline.local.patience import patient
 from paceline.messages import versions_from_proto
 from paceline.rpc import rpc_errors
 from paceline.rpc.progress import while_moving
-from paceline.services.coordinator.calls.base import Calls, each
+from paceline.services.coordinator.calls.base import Calls, each, log
 from paceline.services.coordinator.calls.gateways import by_gateway
-from paceline.services.coordinator.calls.policy_trainer import push_again
+from paceline.services.coordinator.calls.trainers import push_again
 from paceline.services.coordinator.machine import commands, events
 from paceline.services.coordinator.machine.events import Event
 from paceline.services.coordinator.machine.settings import Schedule
 from paceline.services.coordinator.machine.state import Service
-from paceline.telemetry import get_logger
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.v1.weights_pb2 import GetVersionsRequest, GetVersionsResponse
-from paceline.v1.weights_pb2_grpc import WeightServiceStub
 from paceline.weights import abort_version, commit_versions
 from paceline.weights.push import COMMAND_DEADLINE_S
 
@@ -33,14 +30,9 @@ REFUSALS = (DataLoss, FailedPrecondition, NotFound)
 
 async def versions_at_gateways(calls: Calls, deadline_s: float) -> list[GetVersionsResponse]:
     """Each gateway's serving set and its damaged parts. Raises PacelineErrors."""
-    stubs: list[Any] = [
-        WeightServiceStub(one)  # type: ignore[no-untyped-call]
-        for one in calls.peers.gateways
-    ]
     with rpc_errors():
-        return await each(
-            stub.GetVersions(GetVersionsRequest(), timeout=deadline_s) for stub in stubs
-        )
+        request, stubs = GetVersionsRequest(), calls.peers.weights
+        return await each(stub.GetVersions(request, timeout=deadline_s) for stub in stubs)
 
 
 async def mend(calls: Calls, command: commands.RunTasks | commands.Evaluate) -> None:
@@ -64,10 +56,10 @@ async def mend(calls: Calls, command: commands.RunTasks | commands.Evaluate) -> 
         damaged: dict[str, events.Figure] = {"reason": "damaged in the spool"}
         calls.emit(events.AcceptanceFell(calls.now(), versions.drafter, damaged))
     if versions.policy and (unknown or engine_pb2.WEIGHT_TARGET_POLICY in damaged_parts):
-        get_logger("coordinator").warning("policy_pushed_again", version=versions.policy)
+        log.warning("policy_pushed_again", version=versions.policy)
         await push_again(calls, command)
     if unknown:
-        get_logger("coordinator").warning("set_committed_again", seq=versions.seq)
+        log.warning("set_committed_again", seq=versions.seq)
         await _serve_one_by_one(calls, unknown, calls.learner_context(), versions)
 
 
@@ -105,7 +97,6 @@ async def _serve_one_by_one(
         try:
             await each(serve(number, False, former, in_place) for number in took)
         except PacelineError as error:  # the next rollouts commit the run's set again
-            log = get_logger("coordinator")
             log.error("a refused set still serves at a gateway", error=str(error))
         failures = [*refusals]
     for failure in failures:
@@ -120,7 +111,7 @@ async def commit(calls: Calls, command: commands.Commit) -> None:
     def commit_failed(error: PacelineError) -> Event | None:
         if not isinstance(error, REFUSALS):
             return None
-        refused, log = command.versions, get_logger("coordinator")
+        refused = command.versions
         log.warning("set_refused", seq=refused.seq, drafter=refused.drafter, error=str(error))
         return events.CommitFailed(calls.now(), command.versions, f"{Service.GATEWAY}: {error}")
 
@@ -158,5 +149,4 @@ async def abort_drafter(calls: Calls, command: commands.AbortDrafter) -> None:
             gateway, calls.context(command), engine_pb2.WEIGHT_TARGET_DRAFTER, version
         )
     except PacelineError as error:
-        log = get_logger("coordinator")
         log.warning("candidate not aborted", drafter_version=version, error=str(error))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 
@@ -15,9 +15,8 @@ from paceline.services.coordinator.machine.events import Event
 from paceline.services.coordinator.machine.slots import Holder, Slot, WorkerState
 from paceline.services.coordinator.machine.state import Phase, State
 from paceline.services.coordinator.machine.step import EVENTS
-from paceline.tagged_json import from_object, to_object
+from paceline.tagged_json import fields_of, from_object, to_object
 from paceline.v1 import coordinator_pb2 as pb
-from paceline.v1.coordinator_pb2 import StepRecord
 
 VERSION = 8
 
@@ -27,21 +26,14 @@ SlotRange = tuple[int, int, Holder, int]
 
 
 @dataclass(frozen=True, slots=True)
-class EntryBody:
-    """Content of an entry beside its event."""
-
-    step: int  # before the event
-    phase: str  # State.doing after the event
-    slots: tuple[SlotRange, ...] = ()  # changed slots
-
-
-@dataclass(frozen=True, slots=True)
 class JournalEntry:
     """One event with its changes."""
 
     event: Event
-    body: EntryBody
-    record: StepRecord | None = None  # present if the event closed the step
+    step: int  # before the event
+    phase: str  # State.doing after the event
+    slots: tuple[SlotRange, ...] = ()  # changed slots
+    record: pb.StepRecord | None = None  # present if the event closed the step
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON, in the form that paceline.report reads."""
@@ -51,12 +43,7 @@ class JournalEntry:
             "at_s": data.pop("at_s"),
             "event": type(self.event).__name__,
             "data": data,
-            "step": self.body.step,
-            "phase": self.body.phase,
-            "slots": [
-                [first, count, holder.value, epoch]
-                for first, count, holder, epoch in self.body.slots
-            ],
+            **to_object(self, _CHANGES),
         }
         if self.record is not None:
             values["record"] = MessageToDict(self.record, preserving_proto_field_name=True)
@@ -70,26 +57,13 @@ class JournalEntry:
         if not isinstance(values, Mapping) or values.get("v") != VERSION:
             seen = values.get("v") if isinstance(values, Mapping) else values
             raise DataLoss("a journal entry has another version", seen=seen, allowed=VERSION)
-        body = {name: value for name, value in values.items() if name not in _NOT_BODY}
-        return cls(_event(values), from_object(EntryBody, body), _record(values.get("record")))
+        changes = {name: value for name, value in values.items() if name not in _REST}
+        event, record = _event(values), _record(values.get("record"))
+        return cls(event, **fields_of(cls, changes, _CHANGES), record=record)
 
 
-_NOT_BODY = frozenset({"v", "at_s", "event", "data", "record"})
-
-
-def entry_of(
-    before: State,
-    event: Event,
-    after: State,
-    changed: tuple[SlotRange, ...],
-    record: StepRecord | None = None,
-) -> JournalEntry:
-    """The entry of one transition; it contains `record` if the transition closed the step.
-
-    `changed`: the transition's `changed_slots`.
-    """
-    body = EntryBody(before.step, after.doing, changed)
-    return JournalEntry(event, body, record if after.step > before.step else None)
+_CHANGES = ("step", "phase", "slots")
+_REST = frozenset({"v", "at_s", "event", "data", "record"})
 
 
 def changed_slots(before: State, after: State) -> tuple[SlotRange, ...]:
@@ -128,11 +102,11 @@ def _event(values: Mapping[str, Any]) -> Event:
     return from_object(cls, {"at_s": values.get("at_s"), **data})
 
 
-def _record(found: Any) -> StepRecord | None:
+def _record(found: Any) -> pb.StepRecord | None:
     if found is None:
         return None
     try:
-        return ParseDict(found, StepRecord())
+        return ParseDict(found, pb.StepRecord())
     except (
         ParseError,
         ValueError,
@@ -145,45 +119,52 @@ def _record(found: Any) -> StepRecord | None:
         raise DataLoss(f"a step's record does not decode: {error}", seen=seen) from error
 
 
-def fact_of(
-    run_id: str,
-    before: State,
-    event: Event,
-    after: State,
-    issued: Sequence[commands.Command],
-    changed: Sequence[SlotRange],
-    record: pb.StepRecord | None,
-    samples: int,
-) -> pb.Fact | None:
-    """All changes by a transition, unnumbered; None without any.
+class Transition(NamedTuple):
+    """One event and its effects."""
 
-    `changed`: the transition's `changed_slots`. `samples`: samples requested by a step, if any.
-    """
-    fact = pb.Fact(slots=_ranges(after, changed))
-    step = before.step
-    if isinstance(event, events.StepBegan) and after.rollouts.step > before.rollouts.step:
-        step = event.step
-        fact.step_began.samples = samples
-        fact.step_began.SetInParent()
-    if after.versions != before.versions:
-        fact.version_committed.versions.CopyFrom(versions_to_proto(after.versions))
-    if after.lost != before.lost:
-        fact.services_away.services.extend(sorted(after.lost))
-        fact.services_away.SetInParent()
-    if (after.phase is Phase.PAUSED) != (before.phase is Phase.PAUSED):
-        fact.paused = after.phase is Phase.PAUSED
-    if record is not None:
-        fact.step_finished.record.CopyFrom(record)
-    for command in issued:
-        if isinstance(command, commands.FinishRun):
-            fact.run_finished.failure = command.failure
-            fact.run_finished.SetInParent()
-    if not fact.ByteSize():
-        return None
-    context = fact.context
-    context.run_id, context.step, context.epoch = run_id, step, after.epoch
-    fact.at_s = event.at_s
-    return fact
+    before: State
+    event: Event
+    after: State
+    issued: tuple[commands.Command, ...]
+    changed: tuple[SlotRange, ...]  # see `changed_slots`
+    record: pb.StepRecord | None = None  # closed or amended by the event
+    fell: Mapping[str, float] | None = None  # figures of a fall in acceptance
+
+    @property
+    def entry(self) -> JournalEntry:
+        """The transition in the journal; with its record if it closed the step."""
+        closed = self.record if self.after.step > self.before.step else None
+        return JournalEntry(self.event, self.before.step, self.after.doing, self.changed, closed)
+
+    def fact(self, run_id: str, samples: int) -> pb.Fact | None:
+        """All changes by the transition, unnumbered; None without any. `samples`: samples requested
+        by a step, if any.
+        """
+        before, event, after = self.before, self.event, self.after
+        fact, step = pb.Fact(slots=_ranges(after, self.changed)), before.step
+        if isinstance(event, events.StepBegan) and after.rollouts.step > before.rollouts.step:
+            step = event.step
+            fact.step_began.samples = samples
+            fact.step_began.SetInParent()
+        if after.versions != before.versions:
+            fact.version_committed.versions.CopyFrom(versions_to_proto(after.versions))
+        if after.lost != before.lost:
+            fact.services_away.services.extend(sorted(after.lost))
+            fact.services_away.SetInParent()
+        if (after.phase is Phase.PAUSED) != (before.phase is Phase.PAUSED):
+            fact.paused = after.phase is Phase.PAUSED
+        if self.record is not None:
+            fact.step_finished.record.CopyFrom(self.record)
+        for command in self.issued:
+            if isinstance(command, commands.FinishRun):
+                fact.run_finished.failure = command.failure
+                fact.run_finished.SetInParent()
+        if not fact.ByteSize():
+            return None
+        context = fact.context
+        context.run_id, context.step, context.epoch = run_id, step, after.epoch
+        fact.at_s = event.at_s
+        return fact
 
 
 def all_slots(state: State) -> list[pb.SlotRange]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import InternalError
-from paceline.services.coordinator.machine import events, rollout
+from paceline.services.coordinator.machine import events, rollout, schedule
 from paceline.services.coordinator.machine.events import Event
 from paceline.services.coordinator.machine.state import DrawnStep, Portion, State
 from paceline.v1.rollout_pb2 import ClosedGroup
@@ -70,7 +70,7 @@ class ClosedGroups:
         chosen: list[KnownGroup] = []
         for portion in batch:
             known = self._steps.get(portion.step)
-            wanted = None if portion.groups is None else set(rollout.bits(portion.groups))
+            wanted = None if portion.groups is None else set(schedule.bits(portion.groups))
             found = list((known or {}).values())
             if wanted is not None:
                 found = [group for group in found if group.place in wanted]
@@ -87,7 +87,7 @@ class ClosedGroups:
         """Records a call's groups in the order of their places."""
         found = event.details.get(FIGURE)
         scored = found if isinstance(found, Mapping) else {}
-        places = rollout.bits(draw.places) if draw.round else range(len(scored))
+        places = schedule.bits(draw.places) if draw.round else range(len(scored))
         known = self._steps.setdefault(draw.step, {})
         if not draw.round:
             known.clear()  # agents may have brought other groups to an earlier call

@@ -86,10 +86,8 @@ class Journal:
         self._run_id = run_id
         self._append = client.register_script(scripts.JOURNAL)
         self._save = client.register_script(scripts.SNAPSHOT)
-        self._key, self._archive = (
-            run_key(run_id, journal.JOURNAL),
-            run_key(run_id, journal.ARCHIVE),
-        )
+        self._key = run_key(run_id, journal.JOURNAL)
+        self._archive = run_key(run_id, journal.ARCHIVE)
         self._snapshot, self._steps = f"{self._key}:snapshot", f"{self._key}:steps"
         self.count = 0
         """Number of entries read or written."""

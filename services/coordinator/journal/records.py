@@ -17,22 +17,20 @@ from paceline.streams.journal import IdleCause, SlotUse
 from paceline.v1.coordinator_pb2 import StepRecord
 
 
-def _no_seconds() -> dict[str, float]:
-    return dict.fromkeys(SlotUse, 0.0)
-
-
 @dataclass(slots=True)
 class SlotAccount:
     """Slot-seconds since the last `open`."""
 
     last_s: float = 0.0
     released: int = 0  # epoch of the policy's lease with returned worker memory
-    seconds: dict[str, float] = field(default_factory=_no_seconds)  # by SlotUse
+    seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(SlotUse, 0.0)
+    )  # by SlotUse
     idle: dict[str, float] = field(default_factory=dict)  # by IdleCause
 
     def open(self) -> None:
         """Starts a step with zero counts."""
-        self.seconds, self.idle = _no_seconds(), {}
+        self.seconds, self.idle = dict.fromkeys(SlotUse, 0.0), {}
 
     def observe(self, before: State, event: Event) -> None:
         """Processes one transition: until now the slots had their earlier use."""

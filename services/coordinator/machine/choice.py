@@ -25,6 +25,8 @@ def objection(state: State, event: Choice) -> Objection | None:
     match event:
         case events.Paused():
             return _against_pause(state)
+        case events.DrafterChosen() | events.ProfileChosen() if not _commits_follow(state):
+            return Objection("no commit follows in this run", state.doing, "a step that is to end")
         case events.DrafterChosen():
             return _against_drafter(state, event)
         case events.ProfileChosen():
@@ -44,8 +46,6 @@ def _against_pause(state: State) -> Objection | None:
 
 def _against_drafter(state: State, event: events.DrafterChosen) -> Objection | None:
     serving, previous = state.versions.drafter, state.previous_drafter
-    if not _commits_follow(state):
-        return Objection("no commit follows in this run", state.doing, "a step that is to end")
     if state.pin is not None and state.pin.lasting and not event.lasting:
         return Objection("a drafter is pinned", f"d{state.pin.version}", "unpin it first")
     if state.committing is not None and state.committing.drafter != serving:
@@ -62,17 +62,12 @@ def _against_drafter(state: State, event: events.DrafterChosen) -> Objection | N
         )
     if event.version not in (None, serving, previous):
         kept = [serving] if previous is None else [serving, previous]
-        return Objection(
-            "no such drafter version is kept",
-            f"d{event.version}",
-            " or ".join(f"d{version}" for version in kept),
-        )
+        allowed = " or ".join(f"d{version}" for version in kept)
+        return Objection("no such drafter version is kept", f"d{event.version}", allowed)
     return None
 
 
 def _against_profile(state: State, event: events.ProfileChosen) -> Objection | None:
-    if not _commits_follow(state):
-        return Objection("no commit follows in this run", state.doing, "a step that is to end")
     serving, settings = state.versions.profile, state.settings
     if settings.profile_stays and event.profile != serving:
         return Objection("the engine cannot leave the profile of its start", event.profile, serving)
@@ -97,8 +92,12 @@ def continued(state: State, event: events.Continued) -> Decision:
 
 
 def drafter_chosen(state: State, event: events.DrafterChosen) -> Decision:
-    """Selects the serving or the former drafter."""
-    version = _meant(state, event)
+    """Selects the serving or the former drafter; without a version, a pending rollback keeps its
+    version.
+    """
+    if (version := event.version) is None and not event.lasting:
+        version = state.pin.version if state.pin is not None else state.previous_drafter
+    version = state.versions.drafter if version is None else version
     done = version == state.versions.drafter and not event.lasting
     pin = None if done else DrafterPin(version, event.lasting)
     return Decision(replace(state, pin=pin, rollback=False))
@@ -134,18 +133,6 @@ def due_drafter(state: State) -> int:
     if state.rollback and state.promoted is None and state.previous_drafter is not None:
         return state.previous_drafter
     return state.versions.drafter
-
-
-def _meant(state: State, event: events.DrafterChosen) -> int:
-    """The version that the event selects; without one, a pending rollback keeps its version."""
-    if event.version is not None:
-        return event.version
-    if event.lasting:
-        return state.versions.drafter
-    if state.pin is not None:
-        return state.pin.version
-    assert state.previous_drafter is not None
-    return state.previous_drafter
 
 
 def _commits_follow(state: State) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import islice, takewhile
 
 from paceline.services.coordinator.machine import commands, events, schedule
+from paceline.services.coordinator.machine.commands import Decision
 from paceline.services.coordinator.machine.settings import RunSettings
 from paceline.services.coordinator.machine.slots import Cause, DrafterLease, Holder, WorkerState
 from paceline.services.coordinator.machine.state import OPTIONAL, Phase, Service, State
@@ -19,7 +20,7 @@ FROZEN = "frozen"
 """Reason of a Detached by a trainer that gains nothing at present."""
 
 
-def lease_released(state: State) -> commands.Decision | None:
+def lease_released(state: State) -> Decision | None:
     """Leases released slots to the drafter while rollouts, the policy on its own slots, or a push
     are in progress. Further slots join a lease once it trains. During a commit no slot is leased,
     because a released worker may be the canary.
@@ -39,38 +40,36 @@ def lease_released(state: State) -> commands.Decision | None:
     return _lease(state) if enough_released(state) and _due(state) else None
 
 
-def train_alone(state: State) -> commands.Decision:
+def train_alone(state: State) -> Decision:
     """In the serial schedule, trains the drafter while the other services wait; the commit follows.
 
     It trains once per step. After a failed commit its workers are COMPLETED, and the set is
     committed as it is.
     """
     if not state.settings.serial_drafter:  # a harvesting drafter may continue beside the commit
-        return commands.Decision(state, enters=Phase.COMMIT)
+        return Decision(state, enters=Phase.COMMIT)
     if state.lease is not None:  # of a former coordinator, so its call is lost
         return preempt(state)
     if _due(state) and any(True for _ in _released(state)):
         return _lease(state)
-    return commands.Decision(state, enters=Phase.COMMIT)
+    return Decision(state, enters=Phase.COMMIT)
 
 
-def preempt(state: State) -> commands.Decision:
+def preempt(state: State) -> Decision:
     """Requests the drafter's slots, once per lease; no effect without a lease."""
     lease = state.lease
     if lease is None or lease.preempting:
-        return commands.Decision(state)
+        return Decision(state)
     state = replace(state, lease=replace(lease, preempting=True))
-    return commands.Decision(state, (commands.PreemptDrafter(state.step, lease.epoch),))
+    return Decision(state, (commands.PreemptDrafter(state.step, lease.epoch),))
 
 
-def noted(state: State, event: events.GateDecided | events.WorkersReleased) -> commands.Decision:
+def noted(state: State, event: events.GateDecided | events.WorkersReleased) -> Decision:
     """Records the event only."""
-    return commands.Decision(state)
+    return Decision(state)
 
 
-def attached(
-    state: State, event: events.DrafterActivated | events.DrafterJoined
-) -> commands.Decision:
+def attached(state: State, event: events.DrafterActivated | events.DrafterJoined) -> Decision:
     """Records the slots that the trainer uses. Slots released meanwhile may join the lease next:
     only one change of a lease is in progress at a time.
     """
@@ -80,19 +79,17 @@ def attached(
         slots = known or len(state.lease.slots)
     else:
         slots = max(known, event.slots)
-    return commands.Decision(replace(state, lease=replace(state.lease, attached=slots)))
+    return Decision(replace(state, lease=replace(state.lease, attached=slots)))
 
 
-def end_activation(
-    state: State, event: events.JoinFailed | events.TrafficWaits
-) -> commands.Decision:
+def end_activation(state: State, event: events.JoinFailed | events.TrafficWaits) -> Decision:
     """Ends the whole lease: for waiting callers, or because its slots are uncertain. Its workers
     are not leased again in this step.
     """
     return preempt(state)
 
 
-def promoted(state: State, event: events.GatePromoted) -> commands.Decision:
+def promoted(state: State, event: events.GatePromoted) -> Decision:
     """Keeps the candidate for the next commit, and aborts an older waiting candidate.
 
     A prepared candidate needs no slot: it counts even when Preempted arrived first.
@@ -101,25 +98,25 @@ def promoted(state: State, event: events.GatePromoted) -> commands.Decision:
     version = event.drafter_version
     state = replace(state, promoted=version, candidate=(event.epoch, version))
     if older is None or older == version:
-        return commands.Decision(state)
+        return Decision(state)
     if state.committing is not None and state.committing.drafter == older:
-        return commands.Decision(state)  # about to serve
-    return commands.Decision(state, (commands.AbortDrafter(state.step, state.lease_epoch, older),))
+        return Decision(state)  # about to serve
+    return Decision(state, (commands.AbortDrafter(state.step, state.lease_epoch, older),))
 
 
-def preempted(state: State, event: events.Preempted) -> commands.Decision:
+def preempted(state: State, event: events.Preempted) -> Decision:
     """Ends the lease."""
     return end_lease(state, Cause.PREEMPTED)
 
 
-def detached(state: State, event: events.Detached) -> commands.Decision:
+def detached(state: State, event: events.Detached) -> Decision:
     """Ends the lease after training or preemption. A frozen drafter rests."""
     if event.reason == FROZEN:
         state = replace(state, drafter_rests_until=state.step + FROZEN_INTERVAL_STEPS)
     return end_lease(state, Cause.PREEMPTED if event.reason == "preempted" else Cause.DRAFTER_DONE)
 
 
-def end_lease(state: State, cause: Cause, *, fence: bool = False) -> commands.Decision:
+def end_lease(state: State, cause: Cause, *, fence: bool = False) -> Decision:
     """Frees the drafter's slots.
 
     `fence`: the drafter trainer has not confirmed that it left, and gets no other slots before the
@@ -131,15 +128,15 @@ def end_lease(state: State, cause: Cause, *, fence: bool = False) -> commands.De
     state = state.move_workers(workers, cause).free_slots(slots, fence=fence)
     state = replace(state, lease=None, drafter_benched=fence)
     serial = state.learner.phase is Phase.DRAFTER
-    return commands.Decision(state, enters=Phase.COMMIT if serial else None)
+    return Decision(state, enters=Phase.COMMIT if serial else None)
 
 
-def acceptance_fell(state: State, event: events.AcceptanceFell) -> commands.Decision:
+def acceptance_fell(state: State, event: events.AcceptanceFell) -> Decision:
     """Schedules a rollback to the former drafter, unless an operator has chosen a drafter."""
     serving = event.drafter_version == state.versions.drafter
     if not serving or state.previous_drafter is None or state.pin is not None:
         return commands.refused(state, event, event.drafter_version, state.versions.drafter)
-    return commands.Decision(replace(state, rollback=True))
+    return Decision(replace(state, rollback=True))
 
 
 def captured(state: State, step: int) -> bool:
@@ -184,14 +181,14 @@ def _released(state: State) -> Iterator[int]:
     return takewhile(lambda worker: worker < there, state.workers.where(WorkerState.RELEASED))
 
 
-def _lease(state: State) -> commands.Decision:
+def _lease(state: State) -> Decision:
     state, slots = _lease_more(state, None)
     state = replace(state, lease=DrafterLease(state.epoch, slots), lease_epoch=state.epoch)
     command = commands.ActivateDrafter(state.step, state.epoch, slots, state.versions)
-    return commands.Decision(state, (command,))
+    return Decision(state, (command,))
 
 
-def _widen(state: State, lease: DrafterLease) -> commands.Decision | None:
+def _widen(state: State, lease: DrafterLease) -> Decision | None:
     """Adds slots under the lease's epoch, which ends for all its slots at once."""
     if lease.preempting or lease.attached < len(lease.slots):
         return None
@@ -201,7 +198,7 @@ def _widen(state: State, lease: DrafterLease) -> commands.Decision | None:
     slots = lease.slots + joining
     state = replace(state, lease=replace(lease, slots=slots))
     command = commands.JoinDrafter(state.step, lease.epoch, slots, joining)
-    return commands.Decision(state, (command,))
+    return Decision(state, (command,))
 
 
 def _lease_more(state: State, lease: DrafterLease | None) -> tuple[State, tuple[int, ...]]:

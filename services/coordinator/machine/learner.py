@@ -3,20 +3,21 @@
 from dataclasses import replace
 
 from paceline.services.coordinator.machine import choice, commands, events, losses, schedule
+from paceline.services.coordinator.machine.commands import Decision
 from paceline.services.coordinator.machine.drafter import preempt
 from paceline.services.coordinator.machine.slots import Cause, Holder, WorkerState
 from paceline.services.coordinator.machine.state import DrafterPin, MachineError, Phase, State
 from paceline.trajectory import VersionSet
 
 
-def wait_for_slots(state: State) -> commands.Decision:
+def wait_for_slots(state: State) -> Decision:
     """Invalidates the epoch of a former call; the policy trains when drafter and rollouts have
     left.
     """
-    return commands.Decision(state.free_slots(state.held_by(Holder.POLICY), fence=True))
+    return Decision(state.free_slots(state.held_by(Holder.POLICY), fence=True))
 
 
-def train(state: State) -> commands.Decision:
+def train(state: State) -> Decision:
     """Leases the slots to the policy trainer under a new epoch."""
     slots = tuple(state.settings.policy_slots)
     state = state.lease_slots(slots, Holder.POLICY)
@@ -24,10 +25,10 @@ def train(state: State) -> commands.Decision:
     state = replace(state, committing=None, prepared=None)
     batch, version = state.learner.batch, state.versions.policy
     command = commands.TrainPolicy(state.step, state.epoch, slots, version, batch)
-    return commands.Decision(state, (command,))
+    return Decision(state, (command,))
 
 
-def stepped(state: State, event: events.PolicyStepped) -> commands.Decision:
+def stepped(state: State, event: events.PolicyStepped) -> Decision:
     """Frees the slots during the push. If trains_during_push, the drafter may lease them until the
     commit.
     """
@@ -35,13 +36,13 @@ def stepped(state: State, event: events.PolicyStepped) -> commands.Decision:
     if schedule.trains_during_push(state):
         trained = list(state.workers.where(WorkerState.COMPLETED))
         state = state.move_workers(trained, Cause.POLICY_STEPPED)
-    return commands.Decision(state)
+    return Decision(state)
 
 
-def prepared(state: State, event: events.PolicyPrepared) -> commands.Decision:
+def prepared(state: State, event: events.PolicyPrepared) -> Decision:
     """Keeps the new policy at the gateway for its commit."""
     state = replace(_released(state, event), prepared=event.policy_version)
-    return commands.Decision(state, enters=Phase.DRAFTER)
+    return Decision(state, enters=Phase.DRAFTER)
 
 
 def _released(state: State, event: events.PolicyStepped | events.PolicyPrepared) -> State:
@@ -52,7 +53,7 @@ def _released(state: State, event: events.PolicyStepped | events.PolicyPrepared)
     return state.free_slots(state.held_by(Holder.POLICY))
 
 
-def serve(state: State) -> commands.Decision:
+def serve(state: State) -> Decision:
     """Commits the unanswered set, else the next set, under a new epoch that refuses late answers.
     It waits for rollouts of a single version and for a worker as canary. If the tracks take turns,
     the drafter leaves the slots of the next rollouts meanwhile.
@@ -60,17 +61,17 @@ def serve(state: State) -> commands.Decision:
     if not schedule.may_commit(state) or (
         state.committing is None and not schedule.can_judge(state)
     ):
-        return commands.Decision(state)
+        return Decision(state)
     versions, epoch = state.committing or _next_set(state), state.epoch + 1
     state = replace(state, epoch=epoch, committing=versions, seq=versions.seq)
     state = state.with_learner(epoch=epoch)
     leased = tuple(state.workers.where(WorkerState.TRAINING))
     commit = commands.Commit(state.step, epoch, versions, leased)
-    left = preempt(state) if state.settings.takes_turns else commands.Decision(state)
-    return commands.Decision(left.state, (commit, *left.commands))
+    left = preempt(state) if state.settings.takes_turns else Decision(state)
+    return Decision(left.state, (commit, *left.commands))
 
 
-def committed(state: State, event: events.Committed) -> commands.Decision:
+def committed(state: State, event: events.Committed) -> Decision:
     """Ends the step, or continues to the new policy after a rollback. Workers of the drafter's
     former lease may be leased again.
     """
@@ -84,7 +85,7 @@ def committed(state: State, event: events.Committed) -> commands.Decision:
         previous = None if rolled_back else served.drafter
         state = replace(state, previous_drafter=previous, rollback=False)
     if rolled_back:
-        return commands.Decision(state, enters=Phase.COMMIT)
+        return Decision(state, enters=Phase.COMMIT)
     if state.pin == DrafterPin(event.versions.drafter, lasting=False):
         state = replace(state, pin=None)
     step = state.step
@@ -96,10 +97,10 @@ def committed(state: State, event: events.Committed) -> commands.Decision:
     state = state.with_learner(step=step + 1, batch=())
     state = replace(state, prepared=None, evaluations=due)
     state = state.move_workers(state.workers.where(WorkerState.COMPLETED), Cause.COMMITTED)
-    return commands.Decision(state, (commands.CloseStep(step),), enters=Phase.IDLE)
+    return Decision(state, (commands.CloseStep(step),), enters=Phase.IDLE)
 
 
-def commit_failed(state: State, event: events.CommitFailed) -> commands.Decision:
+def commit_failed(state: State, event: events.CommitFailed) -> Decision:
     """Drops the rollback, the pin or the profile that caused the failure, leaves out a promoted
     drafter, or pushes the policy again.
     """
@@ -107,13 +108,13 @@ def commit_failed(state: State, event: events.CommitFailed) -> commands.Decision
     if _is_rollback(state):
         pin = state.pin if state.pin is not None and state.pin.version != rejected else None
         state = replace(state, rollback=False, previous_drafter=None, committing=None, pin=pin)
-        return commands.Decision(state, enters=Phase.COMMIT)
+        return Decision(state, enters=Phase.COMMIT)
     if state.profile is not None and event.versions.profile == state.profile:
         return serve(replace(state, profile=None, committing=None))
     if rejected == state.promoted:
         state, issued, _ = serve(replace(state, promoted=None, committing=None))
         abort = commands.AbortDrafter(state.step, state.lease_epoch, rejected)
-        return commands.Decision(state, (abort, *issued))
+        return Decision(state, (abort, *issued))
     return losses.train_again(replace(state, committing=None), f"commit: {event.message}")
 
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from paceline.services.coordinator.machine import commands, drafter, events, slots
+from paceline.services.coordinator.machine.commands import Decision
 from paceline.services.coordinator.machine.state import (
     OPTIONAL,
     MachineError,
@@ -29,11 +30,11 @@ issued again.
 """
 
 
-def service_lost(state: State, event: events.ServiceLost) -> commands.Decision:
+def service_lost(state: State, event: events.ServiceLost) -> Decision:
     """Waits for the service, frees its slots, and holds dependent calls."""
     if event.service in state.lost:
-        return commands.Decision(state)
-    decision = commands.Decision(replace(state, lost=state.lost | {event.service}))
+        return Decision(state)
+    decision = Decision(replace(state, lost=state.lost | {event.service}))
     if event.service is Service.DRAFTER_TRAINER and state.lease is not None:
         decision = drafter.end_lease(decision.state, slots.Cause.PREEMPTED, fence=True)
     if event.service is Service.GATEWAY and Phase.ROLLOUT in state.phases:
@@ -41,23 +42,23 @@ def service_lost(state: State, event: events.ServiceLost) -> commands.Decision:
     return decision._replace(commands=(commands.AwaitService(event.service), *decision.commands))
 
 
-def service_back(state: State, event: events.ServiceBack) -> commands.Decision:
+def service_back(state: State, event: events.ServiceBack) -> Decision:
     """Repeats the service's calls; the drafter may lease released slots."""
     service = event.service
     if service not in state.lost:
-        return commands.Decision(state)
+        return Decision(state)
     state = replace(state, lost=state.lost - {service})
     if service is Service.DRAFTER_TRAINER:
-        return commands.Decision(replace(state, drafter_benched=False))
+        return Decision(replace(state, drafter_benched=False))
     if service in CALLED_IN[Phase.ROLLOUT]:
         state = interrupted(state)
     running = state.phase is Phase.RUNNING
     phase = state.learner.phase if running else state.phase
     called = service in CALLED_IN.get(phase, ())
-    return commands.Decision(state, enters=again_from(phase) if called else None)
+    return Decision(state, enters=again_from(phase) if called else None)
 
 
-def trainer_failed(state: State, event: events.TrainerFailed) -> commands.Decision:
+def trainer_failed(state: State, event: events.TrainerFailed) -> Decision:
     """Continues without the drafter; repeats the policy step.
 
     Raises MachineError if the policy does not train.
@@ -69,7 +70,7 @@ def trainer_failed(state: State, event: events.TrainerFailed) -> commands.Decisi
     return train_again(state, f"{event.service}: {event.message}")
 
 
-def deadline(state: State, event: events.Deadline) -> commands.Decision:
+def deadline(state: State, event: events.Deadline) -> Decision:
     """Takes a late drafter's slots; fails the run for any other late service."""
     if event.what in ("activation", "join"):
         return drafter.preempt(state)
@@ -78,32 +79,29 @@ def deadline(state: State, event: events.Deadline) -> commands.Decision:
     return fail(state, f"{event.what} of step {state.step} took longer than {event.seconds:g} s")
 
 
-def call_failed(state: State, event: events.CallFailed) -> commands.Decision:
+def call_failed(state: State, event: events.CallFailed) -> Decision:
     """Fails the run, or frees the slots of an optional service and continues."""
     if event.service in OPTIONAL:
-        leased = state.lease is not None
-        return (
-            drafter.end_lease(state, slots.Cause.PREEMPTED, fence=True)
-            if leased
-            else commands.Decision(state)
-        )
+        if state.lease is None:
+            return Decision(state)
+        return drafter.end_lease(state, slots.Cause.PREEMPTED, fence=True)
     return fail(state, f"{event.service}: {event.call}: {event.message}")
 
 
-def train_again(state: State, message: str) -> commands.Decision:
+def train_again(state: State, message: str) -> Decision:
     """Trains the batch again after a failed call, or fails the run after CALL_ATTEMPTS."""
     attempts = state.learner.attempts + 1
     if attempts >= CALL_ATTEMPTS:
         return fail(state, f"{message} (attempt {attempts} of {CALL_ATTEMPTS})")
-    return commands.Decision(state.with_learner(attempts=attempts), enters=Phase.PREEMPT)
+    return Decision(state.with_learner(attempts=attempts), enters=Phase.PREEMPT)
 
 
-def roll_out_again(state: State, message: str) -> commands.Decision:
+def roll_out_again(state: State, message: str) -> Decision:
     """Runs the tasks again after a failed call, or fails the run after CALL_ATTEMPTS."""
     attempts = state.rollouts.attempts + 1
     if attempts >= CALL_ATTEMPTS:
         return fail(state, f"{message} (attempt {attempts} of {CALL_ATTEMPTS})")
-    return commands.Decision(interrupted(state).with_rollouts(attempts=attempts))
+    return Decision(interrupted(state).with_rollouts(attempts=attempts))
 
 
 def interrupted(state: State) -> State:
@@ -119,16 +117,16 @@ def again_from(phase: Phase) -> Phase:
     return Phase.PREEMPT if phase is Phase.POLICY else phase
 
 
-def fail(state: State, message: str) -> commands.Decision:
+def fail(state: State, message: str) -> Decision:
     """Fails the run; Resumed continues it."""
     state = replace(state, failed_phase=state.phase, failure=message)
-    return commands.Decision(state, enters=Phase.FAILED)
+    return Decision(state, enters=Phase.FAILED)
 
 
-def give_up(state: State) -> commands.Decision:
+def give_up(state: State) -> Decision:
     """Returns the slots to the engine, which serves callers, and ends the run."""
     lease = state.lease and replace(state.lease, preempting=True)
     state = replace(state, epoch=state.epoch + 1, lease=lease)
     policy = bool(state.held_by(slots.Holder.POLICY))
     hand_back = commands.HandBack(state.step, state.epoch, lease.epoch if lease else 0, policy)
-    return commands.Decision(state, (hand_back, commands.FinishRun(state.failure)))
+    return Decision(state, (hand_back, commands.FinishRun(state.failure)))

@@ -1,24 +1,22 @@
 """Rolls steps out: every worker gets its share and releases its slots after it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
-from paceline.services.coordinator.machine import commands, drafter, events, losses, slots
+from paceline.services.coordinator.machine import commands, drafter, events, losses, schedule, slots
+from paceline.services.coordinator.machine.commands import Decision
 from paceline.services.coordinator.machine.state import DrawnStep, MachineError, Phase, State
 
-FEW = 64
-"""Up to this many bits, a loop over set bits is faster than one over all places."""
 
-
-def step_began(state: State, event: events.StepBegan) -> commands.Decision:
+def step_began(state: State, event: events.StepBegan) -> Decision:
     """Queues the step's tasks for their call."""
     drawn = DrawnStep(event.step, state.step, places=every_group(state))
     draws = (*state.rollouts.draws, drawn)
     state = state.with_rollouts(step=event.step + 1, drawing=False, attempts=0, draws=draws)
-    return commands.Decision(replace(state, drafter_benched=False))
+    return Decision(replace(state, drafter_benched=False))
 
 
-def generate(state: State) -> commands.Decision:
+def generate(state: State) -> Decision:
     """Leases the workers' free slots to the engine under a new epoch, continues suspended workers,
     and calls the waiting tasks, each step under its own epoch.
 
@@ -52,17 +50,17 @@ def generate(state: State) -> commands.Decision:
     ]
     if suspended and goes_on:
         issued.insert(0, commands.ResumeWorkers(state.step, state.epoch))
-    return commands.Decision(_called(state, epochs), tuple(issued))
+    return Decision(_called(state, epochs), tuple(issued))
 
 
-def suspend(state: State) -> commands.Decision:
+def suspend(state: State) -> Decision:
     """Takes the slots of generating workers; their requests are held and continue later."""
     workers = list(state.workers.where(slots.WorkerState.GENERATING))
     state = state.move_workers(workers, slots.Cause.SUSPENDED)
-    return commands.Decision(state.free_slots(state.held_by(slots.Holder.ENGINE)))
+    return Decision(state.free_slots(state.held_by(slots.Holder.ENGINE)))
 
 
-def share_done(state: State, event: events.ShareDone) -> commands.Decision:
+def share_done(state: State, event: events.ShareDone) -> Decision:
     """Releases the slots of a worker without a share of another step, for the drafter's lease.
 
     Raises MachineError for an unknown worker.
@@ -71,10 +69,10 @@ def share_done(state: State, event: events.ShareDone) -> commands.Decision:
     if event.worker >= len(state.workers) or draw is None:
         raise MachineError(f"ShareDone(worker={event.worker})", state.describe())
     state = _with(state, replace(draw, owed=draw.owed & ~(1 << event.worker)))
-    return commands.Decision(_release(state, 1 << event.worker))
+    return Decision(_release(state, 1 << event.worker))
 
 
-def group_closed(state: State, event: events.GroupClosed) -> commands.Decision:
+def group_closed(state: State, event: events.GroupClosed) -> Decision:
     """Allows the group to be trained before the rest of its step, unless a replacement is due.
 
     Raises MachineError for a group outside the round.
@@ -83,11 +81,11 @@ def group_closed(state: State, event: events.GroupClosed) -> commands.Decision:
     if draw is None or not draw.places >> event.index & 1:
         raise MachineError(f"GroupClosed(index={event.index})", state.describe())
     if event.equal_rewards and draws_again(state, draw):
-        return commands.Decision(state)
-    return commands.Decision(_with(state, replace(draw, closed=draw.closed | 1 << event.index)))
+        return Decision(state)
+    return Decision(_with(state, replace(draw, closed=draw.closed | 1 << event.index)))
 
 
-def tasks_finished(state: State, event: events.TasksFinished) -> commands.Decision:
+def tasks_finished(state: State, event: events.TasksFinished) -> Decision:
     """Releases idle workers and closes the step's groups. While rounds of dynamic sampling are
     left, groups with equal rewards stay open and are drawn again with other tasks.
     """
@@ -109,22 +107,20 @@ def tasks_finished(state: State, event: events.TasksFinished) -> commands.Decisi
         left = tuple(one for one in state.rollouts.draws if one.step != draw.step)
         state = state.with_rollouts(draws=left)  # trained before its last sample was reported
     if state.rollouts.running:
-        return commands.Decision(state)
-    return commands.Decision(
-        state.free_slots(state.held_by(slots.Holder.ENGINE)), enters=Phase.READY
-    )
+        return Decision(state)
+    return Decision(state.free_slots(state.held_by(slots.Holder.ENGINE)), enters=Phase.READY)
 
 
-def worker_lost(state: State, event: events.WorkerLost) -> commands.Decision:
+def worker_lost(state: State, event: events.WorkerLost) -> Decision:
     """Repeats the tasks after the gateway has restarted the worker."""
     return losses.roll_out_again(state, f"worker {event.worker} of the gateway died")
 
 
-def set_damaged(state: State, event: events.SetDamaged) -> commands.Decision:
+def set_damaged(state: State, event: events.SetDamaged) -> Decision:
     """Holds the tasks until the learner's next version set, and then begins them again."""
     if state.learner.phase is Phase.IDLE:  # it has been committed meanwhile
         return losses.roll_out_again(state, "the set to roll out with is damaged")
-    return commands.Decision(losses.interrupted(state).with_rollouts(damaged=True))
+    return Decision(losses.interrupted(state).with_rollouts(damaged=True))
 
 
 def draw_of(state: State, epoch: int) -> DrawnStep | None:
@@ -166,7 +162,7 @@ def _release(state: State, workers: int) -> State:
     """Releases the slots of the given workers, a bit each, if they owe no share."""
     for draw in state.rollouts.running:
         workers &= ~draw.owed
-    leaving = list(bits(workers))
+    leaving = list(schedule.bits(workers))
     held = [
         slot
         for worker in leaving
@@ -175,15 +171,3 @@ def _release(state: State, workers: int) -> State:
     ]
     state = state.move_workers(leaving, slots.Cause.SHARE_DONE)
     return replace(state, drafter_benched=False).free_slots(held)
-
-
-def bits(number: int) -> Iterator[int]:
-    """Places of the bits that are set, in order."""
-    if number.bit_count() > FEW:  # each loop below copies the whole number
-        digits = enumerate(reversed(bin(number)))
-        yield from (place for place, digit in digits if digit == "1")
-        return
-    while number:
-        lowest = number & -number
-        yield lowest.bit_length() - 1
-        number ^= lowest

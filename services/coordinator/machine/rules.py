@@ -4,10 +4,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from paceline.services.coordinator.machine import commands, drafter, events, losses, schedule, slots
+from paceline.services.coordinator.machine.commands import Decision
 from paceline.services.coordinator.machine.state import MachineError, Phase, State
 
 
-def run_started(state: State, event: events.RunStarted) -> commands.Decision:
+def run_started(state: State, event: events.RunStarted) -> Decision:
     """Frees all slots and sets all workers idle; the start policy may be evaluated first."""
     settings = event.settings
     state = State(
@@ -18,10 +19,10 @@ def run_started(state: State, event: events.RunStarted) -> commands.Decision:
         seq=event.versions.seq,
         evaluations=schedule.evaluations_due(settings, 0),
     )
-    return commands.Decision(state, enters=Phase.RUNNING)
+    return Decision(state, enters=Phase.RUNNING)
 
 
-def resumed(state: State, event: events.Resumed) -> commands.Decision:
+def resumed(state: State, event: events.Resumed) -> Decision:
     """Repeats every pending call of the run and its tracks, because the former coordinator's calls
     are gone.
     """
@@ -39,23 +40,23 @@ def resumed(state: State, event: events.Resumed) -> commands.Decision:
     state = state.with_rollouts(drawing=False, attempts=0)
     state = state.with_learner(attempts=0)
     if phase is Phase.RUNNING:
-        return commands.Decision(state, enters=losses.again_from(state.learner.phase))
+        return Decision(state, enters=losses.again_from(state.learner.phase))
     if phase in (Phase.CLOSING, Phase.FINISHED) and state.step < total_steps:
         phase = Phase.RUNNING
-    return commands.Decision(state, enters=phase)
+    return Decision(state, enters=phase)
 
 
-def evaluate(state: State) -> commands.Decision:
+def evaluate(state: State) -> Decision:
     """Leases the workers' slots to the engine and makes the first due evaluation."""
     state = _all_to_engine(state)
     command = commands.Evaluate(state.step, state.epoch, state.evaluations[0], state.versions)
-    return commands.Decision(state, (command,))
+    return Decision(state, (command,))
 
 
-def pause(state: State) -> commands.Decision:
+def pause(state: State) -> Decision:
     """Leases the workers' slots to the engine, which serves callers until the run continues."""
     state = _all_to_engine(state)
-    return commands.Decision(state, (commands.ResumeWorkers(state.step, state.epoch),))
+    return Decision(state, (commands.ResumeWorkers(state.step, state.epoch),))
 
 
 def _all_to_engine(state: State) -> State:
@@ -65,66 +66,62 @@ def _all_to_engine(state: State) -> State:
     return replace(state, phase_epoch=state.epoch)
 
 
-def evaluation_done(state: State, event: events.EvaluationDone) -> commands.Decision:
+def evaluation_done(state: State, event: events.EvaluationDone) -> Decision:
     """Takes back the engine's slots. Raises MachineError for an evaluation that is not due."""
     if event.kind is not state.evaluations[0]:
         raise MachineError(f"EvaluationDone({event.kind})", state.describe())
     state = state.free_slots(state.held_by(slots.Holder.ENGINE))
-    return commands.Decision(
-        replace(state, evaluations=state.evaluations[1:]), enters=Phase.RUNNING
-    )
+    return Decision(replace(state, evaluations=state.evaluations[1:]), enters=Phase.RUNNING)
 
 
-def close(state: State) -> commands.Decision:
+def close(state: State) -> Decision:
     """Saves the trainers' checkpoints under a new epoch."""
     epoch = state.epoch + 1
     state = replace(state, epoch=epoch, phase_epoch=epoch)
-    return commands.Decision(state, (commands.SaveCheckpoints(state.step, epoch),))
+    return Decision(state, (commands.SaveCheckpoints(state.step, epoch),))
 
 
-def checkpoints_saved(state: State, event: events.CheckpointsSaved) -> commands.Decision:
+def checkpoints_saved(state: State, event: events.CheckpointsSaved) -> Decision:
     """Ends the run."""
-    return commands.Decision(state, enters=Phase.FINISHED)
+    return Decision(state, enters=Phase.FINISHED)
 
 
-def finish(state: State) -> commands.Decision:
+def finish(state: State) -> Decision:
     """Ends the run; only Resumed with more steps continues it."""
-    return commands.Decision(replace(state, paused=False), (commands.FinishRun(""),))
+    return Decision(replace(state, paused=False), (commands.FinishRun(""),))
 
 
-def stop_requested(state: State, event: events.StopRequested) -> commands.Decision:
+def stop_requested(state: State, event: events.StopRequested) -> Decision:
     """Makes the newest step with tasks drawn or being drawn the last step, and ends a pause."""
     last = min(state.settings.total_steps, state.rollouts.begun)
     settings = replace(state.settings, total_steps=last)
-    return commands.Decision(replace(state, settings=settings, paused=False))
+    return Decision(replace(state, settings=settings, paused=False))
 
 
-def commit_set(state: State) -> commands.Decision | None:
+def commit_set(state: State) -> Decision | None:
     """Commits the prepared set after the last rollout of the former version, when a worker is free
     for the canary.
     """
     waits = state.learner.phase is Phase.COMMIT and state.committing is None
     if not waits or not schedule.may_commit(state):
         return None
-    return (
-        commands.Decision(state, enters=Phase.COMMIT)
-        if schedule.can_judge(state)
-        else drafter.preempt(state)
-    )
+    if not schedule.can_judge(state):
+        return drafter.preempt(state)
+    return Decision(state, enters=Phase.COMMIT)
 
 
-def train_policy(state: State) -> commands.Decision | None:
+def train_policy(state: State) -> Decision | None:
     """Trains the policy when drafter and rollouts have left its slots; requests that they leave."""
     if state.learner.phase is not Phase.PREEMPT or not schedule.may_take_turn(state):
         return None
     if state.settings.colocated and state.lease is not None:
         return drafter.preempt(state)
     if state.settings.colocated and state.rollouts.phase is Phase.ROLLOUT:
-        return commands.Decision(state, enters=Phase.SUSPENDED)
-    return commands.Decision(state, enters=Phase.POLICY)
+        return Decision(state, enters=Phase.SUSPENDED)
+    return Decision(state, enters=Phase.POLICY)
 
 
-def take_batch(state: State) -> commands.Decision | None:
+def take_batch(state: State) -> Decision | None:
     """Takes the next batch when it is complete."""
     if state.learner.phase is not Phase.IDLE or not schedule.may_take_turn(state):
         return None
@@ -134,36 +131,33 @@ def take_batch(state: State) -> commands.Decision | None:
     portions = {portion.step: portion for portion in batch}
     draws = tuple(draw.take(portions.get(draw.step)) for draw in state.rollouts.draws)
     state = state.with_rollouts(draws=draws).with_learner(batch=batch, attempts=0)
-    return commands.Decision(state, enters=Phase.PREEMPT)
+    return Decision(state, enters=Phase.PREEMPT)
 
 
-def roll_out(state: State) -> commands.Decision | None:
+def roll_out(state: State) -> Decision | None:
     """Calls drawn or interrupted tasks when the drafter has left their slots; continues suspended
     rollouts.
     """
     if not schedule.may_call(state):
         return None
     if state.rollouts.phase is Phase.SUSPENDED:
-        return commands.Decision(state, enters=Phase.ROLLOUT)
+        return Decision(state, enters=Phase.ROLLOUT)
     if all(draw.called for draw in state.rollouts.running):
         return None
-    return (
-        drafter.preempt(state)
-        if state.lease is not None
-        else commands.Decision(state, enters=Phase.ROLLOUT)
-    )
+    if state.lease is not None:
+        return drafter.preempt(state)
+    return Decision(state, enters=Phase.ROLLOUT)
 
 
-def draw_tasks(state: State) -> commands.Decision | None:
+def draw_tasks(state: State) -> Decision | None:
     """Draws the next step's tasks."""
     if not schedule.may_draw(state):
         return None
-    return commands.Decision(
-        state.with_rollouts(drawing=True), (commands.BeginStep(state.rollouts.step),)
-    )
+    drawing = state.with_rollouts(drawing=True)
+    return Decision(drawing, (commands.BeginStep(state.rollouts.step),))
 
 
-def rest(state: State) -> commands.Decision | None:
+def rest(state: State) -> Decision | None:
     """Between two steps: pauses, evaluates or ends the run, without a drafter on the slots."""
     over = state.step >= state.settings.total_steps
     if state.phase is Phase.PAUSED or not schedule.at_rest(state):
@@ -173,20 +167,18 @@ def rest(state: State) -> commands.Decision | None:
     if state.lease is not None:
         return drafter.preempt(state)
     if schedule.pauses(state):
-        return commands.Decision(state, enters=Phase.PAUSED)
-    return commands.Decision(state, enters=Phase.EVALUATE if state.evaluations else Phase.CLOSING)
+        return Decision(state, enters=Phase.PAUSED)
+    return Decision(state, enters=Phase.EVALUATE if state.evaluations else Phase.CLOSING)
 
 
-def go_on(state: State) -> commands.Decision | None:
+def go_on(state: State) -> Decision | None:
     """Ends a pause when the run is no longer paused or has no steps left."""
     if state.phase is not Phase.PAUSED or schedule.pauses(state):
         return None
-    return commands.Decision(
-        state.free_slots(state.held_by(slots.Holder.ENGINE)), enters=Phase.RUNNING
-    )
+    return Decision(state.free_slots(state.held_by(slots.Holder.ENGINE)), enters=Phase.RUNNING)
 
 
-RULES: tuple[Callable[[State], commands.Decision | None], ...] = (
+RULES: tuple[Callable[[State], Decision | None], ...] = (
     go_on,
     commit_set,
     train_policy,
@@ -198,15 +190,13 @@ RULES: tuple[Callable[[State], commands.Decision | None], ...] = (
 )
 
 
-def follow(state: State) -> commands.Decision | None:
+def follow(state: State) -> Decision | None:
     """The next decision of RULES, or None."""
     if state.phase not in (Phase.RUNNING, Phase.PAUSED):
         return None
     for rule in RULES:
-        decision = rule(state)
-        if decision is None:
+        if (found := rule(state)) is None:
             continue
-        changed = decision.state is not state
-        if changed or decision.commands or decision.enters is not None:
-            return decision
+        if found.state is not state or found.commands or found.enters is not None:
+            return found
     return None

@@ -12,11 +12,15 @@ Colocated tracks take turns on the slots. The policy trains when all rollouts ha
 tracks rest before an evaluation, during a pause and before the run ends.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from paceline.services.coordinator.machine.settings import RunSettings, Schedule
 from paceline.services.coordinator.machine.slots import Holder, WorkerState
 from paceline.services.coordinator.machine.state import Evaluation, Phase, Portion, Service, State
+
+FEW = 64
+"""Up to this many bits, a loop over set bits is faster than one over all places."""
 
 
 def capacity(*, running: int, max_lag: int, version: int, batch: int, accepted: int) -> int:
@@ -87,7 +91,8 @@ def next_batch(state: State) -> tuple[Portion, ...]:
         return ()  # the usual case: thousands of groups close singly
     portions: list[Portion] = []
     for draw in draws:
-        groups = _lowest(draw.closed & ~draw.taken, wanted)
+        chosen = islice(bits(draw.closed & ~draw.taken), wanted)  # the lowest
+        groups = sum(1 << place for place in chosen)
         wanted -= groups.bit_count()
         if groups:
             portions.append(Portion(draw.step, groups))
@@ -155,16 +160,13 @@ def pauses(state: State) -> bool:
 def evaluations_due(settings: RunSettings, finished: int) -> tuple[Evaluation, ...]:
     """Evaluations due after that many finished steps."""
     ends = finished in (0, settings.total_steps)
-    due: list[Evaluation] = []
-    if settings.accuracy_enabled and (
-        ends or (settings.accuracy_every and finished % settings.accuracy_every == 0)
-    ):
-        due.append(Evaluation.ACCURACY)
-    if settings.probe_enabled and (
-        ends or (settings.probe_every and finished % settings.probe_every == 0)
-    ):
-        due.append(Evaluation.PROBE)
-    return tuple(due)
+    kinds = (
+        (Evaluation.ACCURACY, settings.accuracy_enabled, settings.accuracy_every),
+        (Evaluation.PROBE, settings.probe_enabled, settings.probe_every),
+    )
+    return tuple(
+        kind for kind, on, every in kinds if on and (ends or (every and finished % every == 0))
+    )
 
 
 def _before_evaluations(state: State) -> bool:
@@ -175,15 +177,13 @@ def _before_evaluations(state: State) -> bool:
     )
 
 
-def _lowest(bits: int, count: int) -> int:
-    """The lowest `count` set bits."""
-    if bits.bit_count() <= count:
-        return bits
-    below, above = 0, bits.bit_length()  # the bits up to `below` are too few or just enough
-    while above - below > 1:
-        middle = (below + above) // 2
-        if (bits & (1 << middle) - 1).bit_count() > count:
-            above = middle
-        else:
-            below = middle
-    return bits & (1 << below) - 1
+def bits(number: int) -> Iterator[int]:
+    """Places of the bits that are set, in order."""
+    if number.bit_count() > FEW:  # each loop below copies the whole number
+        digits = enumerate(reversed(bin(number)))
+        yield from (place for place, digit in digits if digit == "1")
+        return
+    while number:
+        lowest = number & -number
+        yield lowest.bit_length() - 1
+        number ^= lowest

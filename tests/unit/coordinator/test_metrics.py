@@ -77,13 +77,15 @@ def test_a_step_that_is_over_is_exported(metric_reader: InMemoryMetricReader) ->
     )
     metrics.record_step(record)
     metrics.record_step(record)
-    names = ("steps", "response_tokens", "step_time", "version", "accept_length", "slot_time")
-    assert points(metric_reader, metrics, "reward_part") == {("format",): 0.75}
+    names = ("steps", "response_tokens", "step_time", "slot_time")
+    figures = points(metric_reader, metrics, "figure")
+    expected = {"reward/format": 0.75, "policy_version": 3, "drafter_version": 2}
+    for name, value in (expected | {"accept_length": 2.25}).items():
+        assert figures[name,] == value
+    assert not [name for (name,) in figures if name.startswith(("policy/", "slot_s/"))]
     assert {name: points(metric_reader, metrics, name) for name in names} == {
         "steps": {(): 2},
         "response_tokens": {(): 800},
         "step_time": {("step",): 5.0, ("rollout",): 3.0, ("policy",): 1.5, ("preempt_wait",): 0.5},
-        "version": {("policy",): 3, ("drafter",): 2},
-        "accept_length": {(): 2.25},
         "slot_time": {("idle",): 1.0},
     }

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 from metric_points import points
@@ -14,7 +12,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from paceline.errors import ConfigError
 from paceline.services.coordinator import metrics, trackers
-from paceline.services.coordinator.trackers import Tracking, check_trackers
+from paceline.services.coordinator.trackers import Tracker, Tracking, check_trackers
 from paceline.v1.coordinator_pb2 import StepRecord
 
 RECORD = StepRecord(
@@ -88,30 +86,26 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPa
         check_trackers(["tensorboard", "wandb"])
 
 
-class Stuck:
-    """A tracker that accepts nothing until its release."""
-
-    let_go = threading.Event()
-
-    def __init__(self, run_id: str, run_dir: Path) -> None:
-        self.let_go.wait(60)
-
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        raise OSError("no room")
-
-    def close(self) -> None:
-        raise AssertionError("it has failed before")
-
-
 def test_a_slow_tracker_loses_steps_which_are_counted_and_a_broken_one_ends_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metric_reader: InMemoryMetricReader
 ) -> None:
-    made: dict[str, Any] = {"stuck": Stuck}
-    monkeypatch.setattr(trackers, "TRACKERS", made)
+    released = threading.Event()
+
+    def log(step: int, figures: dict[str, float]) -> None:
+        raise OSError("no room")
+
+    def close() -> None:
+        raise AssertionError("it has failed before")
+
+    def open_stuck(run_id: str, run_dir: Path) -> Tracker:
+        released.wait(60)
+        return log, close
+
+    monkeypatch.setattr(trackers, "TRACKERS", {"stuck": ("stuck", open_stuck)})
     monkeypatch.setattr(trackers, "WAITING", 4)
     tracking = Tracking(["stuck"], "r", tmp_path)
     for step in range(7):
         tracking.evaluated(step, "accuracy", 0.5)
     assert points(metric_reader, metrics, "points_dropped") == {("stuck",): 3}
-    Stuck.let_go.set()
+    released.set()
     tracking.close()

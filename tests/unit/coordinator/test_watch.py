@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from paceline.services.coordinator.machine import events
 from paceline.services.coordinator.machine.state import DrawnStep, Phase, RolloutTrack, State
 from paceline.services.coordinator.transitions import AcceptanceWatch
 from paceline.trajectory import VersionSet
 
 
-def compare(watch: AcceptanceWatch, *steps: tuple[int, float]) -> list[dict[str, float] | None]:
-    return [watch.compare(drafter, round(length * 100), 100) for drafter, length in steps]
+def observe(
+    watch: AcceptanceWatch, drafter: int, tokens: int, rounds: int
+) -> Mapping[str, float] | None:
+    draws, versions = (DrawnStep(0, 0, epoch=1, called=True),), VersionSet(1, 1, drafter)
+    state = State(phase=Phase.RUNNING, rollouts=RolloutTrack(draws=draws), versions=versions)
+    figures = {"trained_round_tokens": tokens, "trained_rounds": rounds}
+    return watch.observe(state, events.TasksFinished(1.0, 1, figures))
+
+
+def compare(watch: AcceptanceWatch, *steps: tuple[int, float]) -> list[Mapping[str, float] | None]:
+    return [observe(watch, drafter, round(length * 100), 100) for drafter, length in steps]
 
 
 def test_a_fall_is_told_once_with_both_lengths() -> None:
@@ -33,9 +44,9 @@ def test_the_first_drafter_and_a_watch_that_is_off_tell_nothing() -> None:
 
 def test_steps_without_drafts_do_not_count() -> None:
     watch = AcceptanceWatch(0.3)
-    assert watch.compare(1, 300, 100) is None
-    assert watch.compare(2, 0, 0) is None
-    assert watch.compare(2, 200, 100) == {"before": 3.0, "now": 2.0, "drop": 0.3}
+    assert observe(watch, 1, 300, 100) is None
+    assert observe(watch, 2, 0, 0) is None
+    assert observe(watch, 2, 200, 100) == {"before": 3.0, "now": 2.0, "drop": 0.3}
 
 
 def test_only_finished_rollouts_of_the_running_step_are_taken() -> None:

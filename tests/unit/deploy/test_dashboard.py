@@ -17,7 +17,9 @@ from opentelemetry.sdk.metrics import MeterProvider
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from paceline.services.coordinator.metrics import figures_of
 from paceline.telemetry.metrics import Metric, use_meter
+from paceline.v1.coordinator_pb2 import StepRecord
 
 ROOT = Path(__file__).resolve().parents[3]
 DASHBOARD = ROOT / "deploy/grafana/dashboards/paceline.json"
@@ -130,8 +132,20 @@ def test_every_service_is_on_the_dashboard(targets: list[dict[str, Any]]) -> Non
 def test_figures_of_the_policy_are_those_that_it_reports(targets: list[dict[str, Any]]) -> None:
     reported = set(re.findall(r"`(\w+)`", (ROOT / "docs/algorithms.md").read_text()))
     for target in targets:
-        for names in re.findall(r'figure=~?"([^"]+)"', target["expr"]):
+        for names in re.findall(r'policy_figure.figure=~?"([^"]+)"', target["expr"]):
             assert {name.removesuffix(".*") for name in names.split("|")} <= reported, names
+
+
+def test_figures_of_the_last_step_are_those_that_the_coordinator_records(
+    targets: list[dict[str, Any]],
+) -> None:
+    record = StepRecord(response_length_quantiles=[5, 9, 11], groups_solved={"by_all": 1})
+    figures, shown = figures_of(record), 0
+    for target in targets:
+        for names in re.findall(r'coordinator_figure.figure=~?"([^"]+)"', target["expr"]):
+            assert all(any(re.fullmatch(one, name) for name in figures) for one in names.split("|"))
+            shown += 1
+    assert shown
 
 
 def test_brackets_close_and_panels_do_not_overlap(

@@ -32,10 +32,10 @@ def test_each_figure_of_learning_has_its_chart() -> None:
     for title, told in (
         ("Loss", "loss: 0.5"),
         ("Entropy", "entropy: 1.25"),
-        ("Divergence", "from the start policy: 0.01"),
-        ("Gradient norm", "gradient norm: 2"),
-        ("Groups solved", "by no sample: 1"),
-        ("Truncated responses", "truncated: 0.25"),
+        ("Divergence", "divergence: 0.01"),
+        ("Gradient norm", "grad norm: 2"),
+        ("Groups solved", "by none: 1"),
+        ("Truncated responses", "truncated share: 0.25"),
         ("Staleness", "2: 1"),
     ):
         assert told in drawing(records, title), title

@@ -122,15 +122,18 @@ def test_a_line_spans_its_frame_and_breaks_at_a_gap() -> None:
     drawn = line_chart(
         [Series("x", [(0, 0.0), (1, 1.0), (2, float("nan")), (3, 0.5)], "c0")],
         y_label="y",
-        y_min=0,
-        y_max=1,
     )
     path = re.search(r'class="line c0" d="([^"]+)"', drawn)
     assert path is not None
-    assert path.group(1) == "M46.0 176.0L213.3 10.0M548.0 93.0"
-    assert '<circle class="dot c0" cx="548.0" cy="93.0"' in drawn, (
+    assert path.group(1) == "M46.0 176.0L213.3 19.4M548.0 97.7"
+    assert '<circle class="dot c0" cx="548.0" cy="97.7"' in drawn, (
         "a measurement between two gaps would not be seen otherwise"
     )
+
+
+def test_a_line_of_zeros_lies_on_the_axis() -> None:
+    drawn = line_chart([Series("x", [(1, 0.0), (2, 0.0), (3, 0.0)], "c0")], y_label="y")
+    assert 'd="M46.0 176.0L297.0 176.0L548.0 176.0"' in drawn
 
 
 def test_columns_add_up_to_the_height_of_the_whole() -> None:

@@ -11,7 +11,6 @@ from slot_overlaps import overlaps
 
 from paceline.errors import DataLoss
 from paceline.report.journal import ACCURACY, PROBE, RunHistory, read_history, write_steps
-from paceline.report.slots import slot_seconds
 from paceline.streams.journal import pack_entry
 
 
@@ -30,8 +29,8 @@ def test_records_evaluations_and_sets_are_found(history: RunHistory) -> None:
 def test_drafter_time_comes_from_leases_that_overlap_nothing(
     history: RunHistory, synthetic: ModuleType
 ) -> None:
-    seconds = slot_seconds(history.intervals, history.windows, history.slots)
-    assert seconds["drafter_train_slot_s"] == pytest.approx(30 * synthetic.DRAFTER_S)
+    leases = [one for one in history.intervals if one.holder == "drafter"]
+    assert sum(one.seconds for one in leases) == pytest.approx(30 * synthetic.DRAFTER_S)
     assert overlaps(history.intervals) == []
 
 

@@ -27,8 +27,8 @@ def tab(tmp_path: Path, history: RunHistory, spans: SpanReport) -> Iterator[Tab]
     """The report of the made-up run, all of it in view."""
     if CHROMIUM is None:
         pytest.skip("needs Chromium")
-    tokens = (("4", -0.25, "off", False), ("2", -0.5, "ngram:4_1_5", True))
-    sample = ShownSample("gcd-1", 3, 3, 1.0, "69:25=", tokens, 0)
+    parts = (("s1", "-0.25 off", "4"), ("s1 accepted", "-0.50 ngram:4_1_5", "2"))
+    sample = ShownSample("gcd-1", 3, 3, 1.0, "69:25=", parts)
     summary = summarize("demo-0-1", history, LedgerCount(0, 0, {}, 0, 0), spans, {}, {})
     page = tmp_path / "report.html"
     page.write_text(render(summary, history, spans, [sample]))

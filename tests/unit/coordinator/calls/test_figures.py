@@ -7,7 +7,6 @@ import json
 
 import pytest
 
-from paceline.services.coordinator.calls.drafter_trainer import gate_figures
 from paceline.services.coordinator.calls.figures import (
     LEAST_ROUNDS,
     FinishedSamples,
@@ -17,6 +16,7 @@ from paceline.services.coordinator.calls.figures import (
     rollout_figures,
     round_costs,
 )
+from paceline.services.coordinator.calls.trainers import drafter_event
 from paceline.services.coordinator.machine.events import GateDecided
 from paceline.tagged_json import from_object, to_object
 from paceline.v1.drafter_pb2 import GateDecision
@@ -213,14 +213,16 @@ def test_a_decision_of_the_gate_is_kept_with_all_its_numbers() -> None:
         conditional=[0.5, 0.5],
         costs_measured=True,
     )
-    figures = gate_figures(gate)
+    event = drafter_event(1.0, 2, "gate", gate)
+    assert isinstance(event, GateDecided)
+    figures = event.details
     told = {field.name for field in GateDecision.DESCRIPTOR.fields}
     assert told - set(figures) == {"drafter_version", "decision", "promoted"}, (
         "these are the event's"
     )
     assert (figures["survival"], figures["conditional"]) == ((0.5, 0.25), (0.5, 0.5))
     assert figures["costs_measured"] == 1
-    event = GateDecided(1.0, 2, "kept", 3, figures)
+    assert event == GateDecided(1.0, 2, "kept", 3, figures)
     assert from_object(GateDecided, json.loads(json.dumps(to_object(event)))) == event
 
 

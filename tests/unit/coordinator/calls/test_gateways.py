@@ -17,11 +17,11 @@ from paceline.services.coordinator.calls.gateways import (
     TaskCalls,
     by_gateway,
     merged,
-    one_gateway,
     split_tasks,
     summed,
 )
 from paceline.services.coordinator.config import CoordinatorConfig
+from paceline.services.coordinator.observed import merge_gateways
 from paceline.v1.engine_pb2 import ArmStats
 from paceline.v1.progress_pb2 import Part
 from paceline.v1.rollout_pb2 import ClosedGroup, RunTasksRequest, TasksFinished, TaskSpec
@@ -83,7 +83,7 @@ def test_progress_is_that_of_the_gateway_that_moved_last() -> None:
         ),
         Part(name="worker 0", doing="generates"),
     ]
-    front, first, second = one_gateway([idle, busy], 1)
+    front, first, second = merge_gateways([idle, busy], 1)
     assert (front.name, front.doing, front.waits_for) == ("gateway", "runs step 3", "worker 1")
     assert (front.counts["open_sessions"], front.trouble) == (3, "gateway-1 slow")
     assert (first.name, second.name, second.doing) == ("worker 0", "worker 1", "generates")

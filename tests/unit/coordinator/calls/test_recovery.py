@@ -18,7 +18,7 @@ from paceline.local.processes import NEWS_VARIABLE
 from paceline.rpc import Server, channel
 from paceline.rpc.progress import Activity, add_progress
 from paceline.services.coordinator.calls.base import Calls, Peers, Reported
-from paceline.services.coordinator.calls.recovery import await_service
+from paceline.services.coordinator.calls.executor import await_service
 from paceline.services.coordinator.config import CoordinatorConfig
 from paceline.services.coordinator.machine import commands, events
 from paceline.services.coordinator.machine.events import Event

@@ -13,7 +13,7 @@ import redis.asyncio
 from benchmarks.growth_coordinator import JournaledRun
 from paceline.errors import DataLoss, FailedPrecondition
 from paceline.report.journal import copy_journal, read_history
-from paceline.services.coordinator.journal.entry import EntryBody, JournalEntry
+from paceline.services.coordinator.journal.entry import JournalEntry
 from paceline.services.coordinator.journal.journal import (
     Journal,
     Snapshot,
@@ -36,7 +36,7 @@ STEPS = 6
 
 
 def _entry(at_s: float) -> JournalEntry:
-    return JournalEntry(events.StopRequested(at_s), EntryBody(0, "ready"))
+    return JournalEntry(events.StopRequested(at_s), 0, "ready")
 
 
 def _snapshot(entries: int) -> Snapshot:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.services.coordinator.journal.entry import all_slots, changed_slots, fact_of
+from paceline.services.coordinator.journal.entry import Transition, all_slots, changed_slots
 from paceline.services.coordinator.machine import events
 from paceline.services.coordinator.machine.events import Event
 from paceline.services.coordinator.machine.settings import RunSettings
@@ -15,7 +15,7 @@ from paceline.v1 import coordinator_pb2 as pb
 def told(state: State, event: Event) -> tuple[State, pb.Fact | None]:
     after, issued = step(state, event)
     changed = changed_slots(state, after)
-    return after, fact_of("r", state, event, after, issued, changed, None, 8)
+    return after, Transition(state, event, after, issued, changed).fact("r", 8)
 
 
 def fact(state: State, event: Event) -> tuple[State, pb.Fact]:

@@ -9,14 +9,14 @@ import redis.asyncio
 from redis_servers import foreign_redis
 
 from paceline.errors import FailedPrecondition, InvalidInput, ResourceExhausted
-from paceline.services.coordinator.journal.entry import EntryBody, JournalEntry
+from paceline.services.coordinator.journal.entry import JournalEntry
 from paceline.services.coordinator.journal.journal import Journal
 from paceline.services.coordinator.machine import events
 from paceline.streams import connect, run_key
 
 
 def _entry(at_s: float) -> JournalEntry:
-    return JournalEntry(events.StopRequested(at_s), EntryBody(0, "ready"))
+    return JournalEntry(events.StopRequested(at_s), 0, "ready")
 
 
 async def _bodies(journal: Journal) -> list[float]:

@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paceline.services.coordinator.machine.rollout import bits
-from paceline.services.coordinator.machine.schedule import next_batch
+from paceline.services.coordinator.machine.schedule import bits, next_batch
 from paceline.services.coordinator.machine.settings import RunSettings, Schedule
 from paceline.services.coordinator.machine.state import (
     DrawnStep,

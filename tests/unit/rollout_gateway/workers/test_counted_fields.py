@@ -22,7 +22,7 @@ from paceline.v1.coordinator_pb2 import StepRecord
 
 ROOT = Path(__file__).resolve().parents[4]
 NO_FIGURES = {
-    "versions": "which set serves, no count: paceline.coordinator.version",
+    "versions": "which set serves, no count: paceline.coordinator.figure",
     "speculation.arm_drafted_rounds": "of a step, in its record: arms.mean_accept_length leaves",
     "speculation.arm_round_tokens": "of a step, in its record: arms.mean_accept_length leaves",
     "arms.batch_group": "a label of the arms' figures",

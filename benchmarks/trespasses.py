@@ -1,17 +1,13 @@
-"""Counts work on a slot, shown by spans, while the journal has another holder for the slot.
-
-A trainer's lease of a worker's slot counts from the entry WorkersReleased of its epoch and worker.
-Until then the slot is still the engine's, which is returning its memory. Slots of the learner's own
-have no worker.
-"""
+"""Counts work on a slot, shown by spans, while the journal has another holder for the slot."""
 
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
-from paceline.report.slots import Entry, SlotInterval, slot_intervals
-from paceline.report.spans import SpanRecord
+from paceline.report.journal import Entry, SlotInterval, read_entries, slot_intervals
+from paceline.report.spans import SpanRecord, read_spans
 from paceline.telemetry import names
 
 WORK = {
@@ -22,9 +18,18 @@ WORK = {
 """Spans of work that needs a slot -> its holder."""
 
 
+def read_trespasses(run: Path) -> dict[str, int]:
+    """As `trespasses`, from the journal and the spans in the directory of an ended run."""
+    return trespasses(list(read_entries(run / "journal.jsonl")), read_spans(run / "spans"))
+
+
 def trespasses(entries: Sequence[Entry], spans: Iterable[SpanRecord]) -> dict[str, int]:
     """By holder, pieces of work during which another holder had one of its slots: stretches of
     engine rounds, optimiser steps, and the drafter's micro-steps. All 0 in a correct run.
+
+    A trainer's lease of a worker's slot counts from the entry WorkersReleased of its epoch and
+    worker. Until then the slot is still the engine's, which is returning its memory. Slots of the
+    learner's own have no worker.
     """
     leases = _Leases(entries)
     found = dict.fromkeys(WORK.values(), 0)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.report.audit import trespasses
+from benchmarks.trespasses import trespasses
 from paceline.report.spans import SpanRecord
 from paceline.telemetry import names
 
