@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from paceline.tasks import Task
-from paceline.trajectory import SpeculationStats, Trajectory, VersionSet
+from paceline.trajectory import SpeculationStats, VersionSet
 from paceline.v1 import trajectory_pb2 as pb
 from paceline.v1.engine_pb2 import ArmStats
 from paceline.v1.rollout_pb2 import TaskSpec
@@ -83,11 +83,6 @@ def merge_arms(stats: Iterable[ArmStats]) -> list[ArmStats]:
         into.explorations += one.explorations
         into.drafter_deaths += one.drafter_deaths
     return [merged[key] for key in sorted(merged)]
-
-
-def trajectory_to_proto(trajectory: Trajectory) -> pb.Trajectory:
-    """Converts a trajectory to its message."""
-    return to_message(trajectory, pb.Trajectory)
 
 
 def _hints(cls: type[Any]) -> Mapping[str, Any]:

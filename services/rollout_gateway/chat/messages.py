@@ -1,6 +1,6 @@
 """The nouns of a conversation, equal for every API, and the equality of messages.
 
-OpenAI's chat completions and responses, Anthropic's messages and gRPC all become a ChatRequest.
+OpenAI's chat completions and responses and Anthropic's messages all become a ChatRequest.
 """
 
 from __future__ import annotations

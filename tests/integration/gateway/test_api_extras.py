@@ -8,7 +8,6 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
 import pytest
 import pytest_asyncio
 import torch
@@ -255,15 +254,6 @@ async def test_a_text_over_grpc_gets_the_special_tokens_that_it_asks_for(model: 
         ids = model.codec.encode("12+30=", special=special is not False)
         assert tuple(news[-1].prompt_token_ids) == ids
     assert model.codec.encode("12+30=")[1:] == ids
-    messages = '[{"role": "user", "content": "1+1="}]'
-    talk = rpb.Conversation(messages_json=messages)
-    for special in (False, True):
-        request = rpb.GenerateRequest(conversation=talk, add_special_tokens=special, **asked)
-        if special:
-            with pytest.raises(grpc.aio.AioRpcError, match="add_special_tokens: the chat template"):
-                _ = [one async for one in model.stub.Generate(request, timeout=patient(20))]
-        else:
-            assert [one async for one in model.stub.Generate(request, timeout=patient(20))]
 
 
 async def test_what_was_only_scored_leaves_no_turn_and_a_confined_draw_is_not_trained(
