@@ -9,13 +9,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("session_id", "text", "token_ids", "sampling", "forced_arm", "truncate_prompt_tokens", "return_prompt_token_ids", "add_special_tokens")
+    __slots__ = ("session_id", "text", "token_ids", "sampling", "forced_arm", "return_prompt_token_ids", "add_special_tokens")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     FORCED_ARM_FIELD_NUMBER: _ClassVar[int]
-    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RETURN_PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
@@ -23,10 +22,9 @@ class GenerateRequest(_message.Message):
     token_ids: TokenIds
     sampling: _trajectory_pb2.SamplingParams
     forced_arm: str
-    truncate_prompt_tokens: int
     return_prompt_token_ids: bool
     add_special_tokens: bool
-    def __init__(self, session_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., forced_arm: _Optional[str] = ..., truncate_prompt_tokens: _Optional[int] = ..., return_prompt_token_ids: _Optional[bool] = ..., add_special_tokens: _Optional[bool] = ...) -> None: ...
+    def __init__(self, session_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., forced_arm: _Optional[str] = ..., return_prompt_token_ids: _Optional[bool] = ..., add_special_tokens: _Optional[bool] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)

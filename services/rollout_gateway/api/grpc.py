@@ -146,17 +146,13 @@ class RolloutServicer(RolloutServiceServicer):
         gateway = self._gateway
         planner, sessions = gateway.planner, gateway.agents.sessions
 
-        def given(name: str, absent: Any) -> Any:
-            return getattr(request, name) if request.HasField(name) else absent
-
         asked = Asked(
             Caller(sessions.get(request.session_id) if request.session_id else None),
             lambda room: request.sampling,
             gateway.names.draw("gen-"),
             forced_arm=request.forced_arm,
             size=request.ByteSize(),
-            special=given("add_special_tokens", absent=True),
-            kept=given("truncate_prompt_tokens", absent=None),
+            special=not request.HasField("add_special_tokens") or request.add_special_tokens,
         )
         kind = request.WhichOneof("prompt")
         if kind is None:

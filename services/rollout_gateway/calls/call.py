@@ -75,7 +75,6 @@ class Plan:
     unread: tuple[str, ...] = ()  # parts of messages (name, reasoning) that no prompt shows
     # sampling values that the session has changed, "name=value used"
     overridden: tuple[str, ...] = ()
-    cut: bool = False  # only the end of the prompt is used
     prompt_text: str = ""  # of a text completion within a session
     forced_arm: str = ""
     capture: bool = False
@@ -214,7 +213,8 @@ class Call:
             delta = self._parser.push(news)
             if finish:
                 delta = messages.Delta.of([delta, self._parser.finish()])
-                finish = parse.finish_name(self._parser.message, finish)
+                if finish == "stop" and any(one.tool_calls for one in self.deltas):
+                    finish = "tool_calls"
         self.finish = finish
         return Piece(chunk, news, delta, finish)
 

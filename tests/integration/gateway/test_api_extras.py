@@ -179,24 +179,6 @@ async def test_all_tokens_are_kept_by_minus_one_null_and_nothing(model: Served) 
     assert len(set(texts)) == 1
 
 
-async def test_the_end_of_a_prompt_is_read_alone_as_if_it_were_all(model: Served) -> None:
-    text = "12+30=42 1+1="
-    ids = model.codec.encode(text)
-    asked: dict[str, Any] = {"max_tokens": 6, "return_token_ids": True, **GREEDY}
-    cut = (await ask(model, prompt=text, truncate_prompt_tokens=4, echo=True, **asked))["choices"]
-    whole = (await ask(model, prompt=[*ids[-4:]], echo=True, **asked))["choices"]
-    assert cut == whole
-    assert cut[0]["prompt_token_ids"] == [*ids[-4:]]
-    long = await ask(model, prompt="1" * 500, truncate_prompt_tokens=-1, **asked)
-    assert long["usage"]["prompt_tokens"] == 128 - 6
-    assert long["usage"]["completion_tokens"] == 6
-    messages = [{"role": "user", "content": "7" * 400}]
-    chat = await ask(
-        model, "chat/completions", messages=messages, truncate_prompt_tokens=9, **asked
-    )
-    assert chat["usage"]["prompt_tokens"] == 9
-
-
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -226,15 +208,14 @@ async def test_the_same_is_asked_over_grpc(model: Served) -> None:
             min_tokens=5,
         ),
         token_ids=rpb.TokenIds(ids=ids),
-        truncate_prompt_tokens=6,
         return_prompt_token_ids=True,
     )
     news = [one async for one in model.stub.Generate(request, timeout=patient(20))]
-    assert [*news[-1].prompt_token_ids] == [*ids[-6:]]
+    assert [*news[-1].prompt_token_ids] == [*ids]
     scores = [score for one in news for score in one.chunk.prompt_scores]
-    assert [len(score.top.token_ids) for score in scores] == [1] * 5
-    wanted = forward([*ids[-6:]])
-    for place, (score, token) in enumerate(zip(scores, ids[-5:], strict=True)):
+    assert [len(score.top.token_ids) for score in scores] == [1] * (len(ids) - 1)
+    wanted = forward([*ids])
+    for place, (score, token) in enumerate(zip(scores, ids[1:], strict=True)):
         assert score.logprob == pytest.approx(float(wanted[place, token]), abs=1e-4)
     tokens = [token for one in news for token in one.chunk.token_ids]
     assert len(tokens) == 5

@@ -129,7 +129,6 @@ class GenerationBody(shapes.SampledBody):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     prompt_logprobs: shapes.TopLogprobs | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=INT_LIMIT)] | None = None
     ignore_eos: shapes.Off = False  # continue after an end token
     return_token_ids: shapes.Off = False  # token_ids in each choice, prompt_token_ids
     return_tokens_as_token_ids: shapes.Off = False  # log-probs show a token as "token_id:7"

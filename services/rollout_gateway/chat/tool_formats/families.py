@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from paceline.errors import NotFound
 from paceline.services.rollout_gateway.chat.tool_formats import base, json_text, lark
 from paceline.services.rollout_gateway.chat.tool_formats.form import Schemas, ToolFormat
 from paceline.services.rollout_gateway.chat.tool_formats.harmony import HARMONY
@@ -297,29 +296,13 @@ _MARKS: Sequence[tuple[str, tuple[str, ...]]] = (
 
 
 def tool_format(name: str, template_source: str) -> ToolFormat | None:
-    """The format of that name; "none" is None, "auto" depends on the template. Raises NotFound."""
-    if name == "none":
-        return None
-    if name == "auto":
-        return guess_format(template_source)
-    if name not in TOOL_FORMATS:
-        raise NotFound(
-            "no such tool format",
-            seen=name,
-            allowed=", ".join(["auto", "none", *sorted(TOOL_FORMATS)]),
-        )
-    return TOOL_FORMATS[name](template_source)
-
-
-def guess_format(template_source: str) -> ToolFormat | None:
-    """The format in which a chat template writes past calls; None without tools, or for an unknown
-    format.
+    """The format of that name; "none" is None. "auto": the format in which the chat template writes
+    past calls; None without tools, or for an unknown format.
     """
     source = template_source.replace('\\"', '"')  # quotes inside strings of the template
-    for name, marks in _MARKS:
-        if all(mark in source for mark in marks):
-            return TOOL_FORMATS[name](template_source)
-    return None
+    marked = (one for one, marks in _MARKS if all(mark in source for mark in marks))
+    found = next(marked, "none") if name == "auto" else name
+    return None if found == "none" else TOOL_FORMATS[found](template_source)
 
 
 def offered_schemas(tools: Sequence[Mapping[str, Any]]) -> Schemas:

@@ -1,14 +1,14 @@
 """A family's form of tool calls: one text with places for the name and the arguments.
 
-The forced beginning of a call, its grammar and its text in a prompt all follow from that text. A
-reader of the family reads calls more leniently.
+The forced beginning of a call and its grammar follow from that text. A reader of the family reads
+calls more leniently.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from paceline.services.rollout_gateway.chat.tool_formats import base, lark, type
 
 MORE_CALLS = 15
 """Most calls after the first one in a response."""
-_PLACE = re.compile(r"(\$(?:name|quoted|number|arguments))")
+_PLACE = re.compile(r"(\$(?:number|arguments))")
 Schemas = Mapping[str, Mapping[str, Any]]
 """JSON schema of the arguments by name of the tool; {}: any object."""
 Reader = Callable[[base.GrowingText, Schemas], base.Reading[list[base.SpelledCall]]]
@@ -77,18 +77,7 @@ class ToolFormat:
         """
         stop = r"\$number|\$arguments" if name else r"\$"
         head = re.split(stop, self.before + self.call, maxsplit=1)[0]
-        return _filled(head, base.SpelledCall(name, "")).rstrip(" ")
-
-    def written(self, calls: Sequence[base.SpelledCall]) -> str:
-        """Calls in the model's form, so that `read` returns them."""
-        spelled = []
-        for number, call in enumerate(calls):
-            if self.tags is not None:
-                call = call._replace(
-                    arguments=typed_text.written_arguments(call.arguments, self.tags)
-                )
-            spelled.append(_filled(self.call, call, {"$number": str(number)}))
-        return self.before + (self.between or "").join(spelled) + self.after
+        return _named(head, name).rstrip(" ")
 
     # ---- grammars
 
@@ -157,7 +146,7 @@ class ToolFormat:
                     seen=name[:80],
                     allowed="letters, digits and _ . : / -",
                 )
-            text = _filled(before + self.call, base.SpelledCall(name, "$arguments"))
+            text = _named(before + self.call, name)
             if not text.startswith(begun):
                 raise InternalError(
                     "a forced beginning is not that of the call", seen=begun, allowed=text
@@ -176,12 +165,7 @@ class ToolFormat:
         return typed_text.Parameters(schema).grammar(rules, self.tags)
 
 
-def _filled(text: str, call: base.SpelledCall, places: Mapping[str, str] | None = None) -> str:
-    """The text with the call's name and arguments in their places, and further `places`."""
-    found = {
-        "$name": call.name,
-        "$quoted": json.dumps(call.name, ensure_ascii=False),
-        "$arguments": call.arguments,
-        **(places or {}),
-    }
-    return _PLACE.sub(lambda place: found.get(place[0], place[0]), text)
+def _named(text: str, name: str) -> str:
+    """The text with the name of a tool in its places."""
+    quoted = json.dumps(name, ensure_ascii=False)
+    return text.replace("$name", name).replace("$quoted", quoted)

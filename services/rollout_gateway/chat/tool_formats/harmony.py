@@ -6,20 +6,19 @@ a vocabulary that it downloads at start.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from paceline.services.rollout_gateway.chat.tool_formats import base, json_text, lark
 from paceline.services.rollout_gateway.chat.tool_formats.form import ToolFormat
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
-_CONSTRAIN, _CALL, _END, _RETURN = "<|constrain|>", "<|call|>", "<|end|>", "<|return|>"
-_ENDS = (_END, _CALL, _RETURN)
+_CONSTRAIN, _CALL, END, _RETURN = "<|constrain|>", "<|call|>", "<|end|>", "<|return|>"
+_ENDS = (END, _CALL, _RETURN)
 _NAMED_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.:/-]+)")
 _PLAIN = re.compile(r"[^<]+")
-_NEXT = f"{_END}{_START}assistant"
-REASONING_MARKS = (f"{_CHANNEL}analysis", _END)
+_NEXT = f"{END}{_START}assistant"
 Record = Callable[[str, str], None]
 """Receives the kind of the next text, "reasoning" or "content", and the text."""
 
@@ -57,17 +56,12 @@ class Harmony(ToolFormat):
 
         return []
 
-    def written(self, calls: Sequence[base.SpelledCall]) -> str:
-        """Calls, each with the token at the end of its response."""
-        write = super().written
-        return "".join(f"{write([one])}{_CALL}" for one in calls)
-
     def woven(
         self, rules: lark.Rules, calls: Callable[[str], lark.Lark], answer: lark.Lark | None
     ) -> lark.Lark:
         """Reasoning and preambles, then a call or the answer."""
         before = rules.either(
-            rules.sequence([rules.text(f"{_CHANNEL}{name}{_MESSAGE}"), rules.until(_NEXT, _END)])
+            rules.sequence([rules.text(f"{_CHANNEL}{name}{_MESSAGE}"), rules.until(_NEXT, END)])
             for name in ("analysis", "commentary")
         )
         form = answer or rules.free_text(self.special_tokens).whole
