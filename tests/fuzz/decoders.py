@@ -28,7 +28,7 @@ from paceline.services.coordinator.journal.journal import Snapshot, pack_snapsho
 from paceline.services.coordinator.journal.records import Carried
 from paceline.services.coordinator.machine.state import State
 from paceline.services.policy_trainer.messages import MESSAGES
-from paceline.services.rollout_gateway.api.http.anthropic_schema import (
+from paceline.services.rollout_gateway.api.http.anthropic import (
     ConversationBody,
     MessagesBody,
 )

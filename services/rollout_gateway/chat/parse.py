@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from paceline.errors import InternalError
 from paceline.services.rollout_gateway.chat.messages import Delta, Message, ToolCall, joined
 from paceline.services.rollout_gateway.chat.tool_formats import base
-from paceline.services.rollout_gateway.chat.tool_formats.form import ToolFormat
-from paceline.services.rollout_gateway.chat.tool_formats.harmony import END, Harmony
+from paceline.services.rollout_gateway.chat.tool_formats.form import END, Harmony, ToolFormat
 
 THINK, THOUGHT = "<think>", "</think>"
 """Marks around reasoning. They are special tokens in some tokenizers, so decoding must

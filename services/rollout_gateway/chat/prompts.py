@@ -14,8 +14,7 @@ from paceline.errors import InvalidInput
 from paceline.services.rollout_gateway.chat import parse, text
 from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message, Role, ToolCall
 from paceline.services.rollout_gateway.chat.tool_formats import families
-from paceline.services.rollout_gateway.chat.tool_formats.form import ToolFormat
-from paceline.services.rollout_gateway.chat.tool_formats.harmony import Harmony
+from paceline.services.rollout_gateway.chat.tool_formats.form import Harmony, ToolFormat
 from paceline.services.rollout_gateway.config import ChatConfig
 
 PROMPT_END = 16

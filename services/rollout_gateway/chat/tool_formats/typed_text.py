@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from paceline.errors import InvalidInput
-from paceline.services.rollout_gateway.chat.tool_formats import base, json_text, lark
+from paceline.services.rollout_gateway.chat.tool_formats import base, lark
 
 _KINDS: dict[type, str] = {
     str: "string",
@@ -65,7 +65,7 @@ class Parameters:
         kinds = self._kinds(self._properties.get(key, {}))
         written = _PYTHON.get(text.strip(), text.strip())
         try:
-            kind = _KINDS[type(json_text.decode_json(written))]
+            kind = _KINDS[type(base.decode_json(written))]
         except base.Deviation:
             kind = "string"
         if kind != "string" and _fits(kind, kinds):

@@ -12,7 +12,8 @@ import pytest
 from pydantic import BaseModel
 
 from paceline.errors import InvalidInput
-from paceline.services.rollout_gateway.api.http.anthropic_schema import MessagesBody
+from paceline.services.rollout_gateway.api.http.anthropic import MessagesBody
+from paceline.services.rollout_gateway.api.http.app import OPERATIONS
 from paceline.services.rollout_gateway.api.http.beyond import (
     CHAT,
     COMPLETIONS,
@@ -24,7 +25,6 @@ from paceline.services.rollout_gateway.api.http.beyond import (
 from paceline.services.rollout_gateway.api.http.openai_schema import ChatBody, CompletionBody
 from paceline.services.rollout_gateway.api.http.requests import judged, parse
 from paceline.services.rollout_gateway.api.http.responses_schema import ResponsesBody
-from paceline.services.rollout_gateway.api.http.routes import OPERATIONS
 from paceline.services.rollout_gateway.api.http.sessions import (
     CompleteBody,
     FailBody,

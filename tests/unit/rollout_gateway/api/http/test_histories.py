@@ -8,8 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.services.rollout_gateway.api.http.anthropic import ContentBlocks
-from paceline.services.rollout_gateway.api.http.anthropic_schema import ConversationBody
+from paceline.services.rollout_gateway.api.http.anthropic import ContentBlocks, ConversationBody
 from paceline.services.rollout_gateway.api.http.requests import parse
 from paceline.services.rollout_gateway.api.http.responses import OutputItems
 from paceline.services.rollout_gateway.api.http.responses_schema import ResponsesBody
