@@ -5,14 +5,12 @@ answer. The turn's tokens are recorded before its last piece is returned. An age
 once therefore finds its history in the session.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 from opentelemetry.trace import Span, set_span_in_context
 from opentelemetry.util.types import AttributeValue
@@ -196,7 +194,7 @@ class Call:
 
         self.generation.set_direct_reader(take)
 
-    async def run(self) -> Call:
+    async def run(self) -> Self:
         """Run to the end without streaming."""
         async with aclosing(self.pieces(stream=False)) as pieces:
             async for _ in pieces:

@@ -52,11 +52,7 @@ class ToolUseBlock(shapes.Shape):
 
 
 _Text = Annotated[TextBlock, Tag("<text>")]
-Texts = Annotated[
-    Annotated[str, Tag("<text>")]
-    | Annotated[shapes.Several[Annotated[_Text, shapes.by_type()]], Tag("<other>")],
-    shapes.TEXT_OR_OTHER,
-]
+Texts = shapes.TextOr[shapes.Several[Annotated[_Text, shapes.by_type()]]]
 
 
 class ToolResultBlock(shapes.Shape):
@@ -65,7 +61,7 @@ class ToolResultBlock(shapes.Shape):
     type: Literal["tool_result"]
     tool_use_id: str = Field(min_length=1)
     content: Texts | None = None
-    is_error: shapes.Off = False
+    is_error: bool = False
 
     def message(self) -> chat.Message:
         """The gateway's Message."""
@@ -83,12 +79,7 @@ Block = Annotated[
     | Annotated[ToolResultBlock, Tag("<tool_result>")],
     shapes.by_type(),
 ]
-Blocks = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[shapes.Several[Block], Tag("<other>")],
-    shapes.TEXT_OR_OTHER,
-]
-
-
+Blocks = shapes.TextOr[shapes.Several[Block]]
 BLOCKS = {
     "user": ("text", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),

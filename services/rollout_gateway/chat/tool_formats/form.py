@@ -5,14 +5,12 @@ calls more leniently. Harmony, the form of gpt-oss, also has reasoning and conte
 openai-harmony is not used: it reads tokens only, with a vocabulary that it downloads at start.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from paceline.errors import InternalError, InvalidInput
 from paceline.services.rollout_gateway.chat.tool_formats import base, lark, typed_text
@@ -59,7 +57,7 @@ class ToolFormat:
     """Form of a new call's id; the chat templates of some models accept one form only."""
     tools: Schemas = field(default_factory=dict)
 
-    def offering(self, tools: Schemas) -> ToolFormat:
+    def offering(self, tools: Schemas) -> Self:
         """The format for calls of these tools."""
         return replace(self, tools=tools)
 
