@@ -33,7 +33,7 @@ from paceline.services.rollout_gateway.api.http.anthropic import (
     MessagesBody,
 )
 from paceline.services.rollout_gateway.api.http.openai_schema import ChatBody, CompletionBody
-from paceline.services.rollout_gateway.api.http.requests import Outline, parse
+from paceline.services.rollout_gateway.api.http.requests import Outline, judged
 from paceline.services.rollout_gateway.api.http.responses_schema import ResponsesBody
 from paceline.services.rollout_gateway.api.http.sessions import FailBody, OpenBody, RewardBody
 from paceline.services.rollout_gateway.chat.parse import ChatParser
@@ -116,7 +116,7 @@ def message(kind: Any, read: Callable[[Any], object]) -> Callable[[bytes], objec
 def body(kind: Any) -> Callable[[bytes], object]:
     def reads(raw: bytes) -> object:
         Outline(100).add(raw)
-        found = parse(kind, raw)
+        found, _ = judged(kind, raw)
         if hasattr(found, "json_schema"):
             found.sampling(10)
         return found.request() if hasattr(found, "request") and kind is not ResponsesBody else found
@@ -125,7 +125,7 @@ def body(kind: Any) -> Callable[[bytes], object]:
 
 
 def responses_body(raw: bytes) -> object:
-    found = parse(ResponsesBody, raw)
+    found, _ = judged(ResponsesBody, raw)
     found.check()
     return found.request(())
 
