@@ -16,7 +16,6 @@ import httpx
 from paceline.config import SecurityConfig
 from paceline.rpc import channel
 from paceline.v1 import rollout_pb2 as rpb
-from paceline.v1 import trajectory_pb2 as tpb
 from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
 
 MB = 1 << 20
@@ -148,11 +147,5 @@ HOSTILE: dict[str, Attack] = {
     "a million headers": raw_bytes(HEAD, b"a:b\r\n" * 10_000, times=100),
     "8 million token ids by gRPC": generated(
         rpb.GenerateRequest(token_ids=rpb.TokenIds(ids=[1] * (8 * MB - 100)))
-    ),
-    "100,000 messages by gRPC": generated(
-        rpb.GenerateRequest(
-            conversation=rpb.Conversation(messages_json=json.dumps([say("hi")] * 100_000)),
-            sampling=tpb.SamplingParams(temperature=1.0, max_tokens=4),
-        )
     ),
 }

@@ -60,9 +60,6 @@ calls = {
     "ReleaseWorkers": lambda: rollout.ReleaseWorkers(
         rpb.ReleaseWorkersRequest(context=last, workers=[0]), timeout=20, metadata=metadata
     ),
-    "OpenSession": lambda: rollout.OpenSession(
-        rpb.OpenSessionRequest(context=last), timeout=20, metadata=metadata
-    ),
 }
 with httpx.Client(base_url=url, timeout=20) as http:
     http.get("/health")  # what it needs is loaded now, while it may still read it
@@ -162,7 +159,7 @@ def test_without_a_token_nothing_answers_and_no_file_of_the_run_can_be_read(
 
 def test_with_the_agents_token_the_run_cannot_be_steered(target: Target, rule: Path) -> None:
     seen = target.attacked(rule, target.token("agent"))
-    steering = ("RunTasks", "Abort", "Commit", "ReleaseWorkers", "OpenSession")
+    steering = ("RunTasks", "Abort", "Commit", "ReleaseWorkers")
     assert {seen[name] for name in steering} == {"PERMISSION_DENIED"}
     assert seen["completions"] == 200
     assert not rule.with_name("was_here").exists()

@@ -29,12 +29,12 @@ from paceline.services.coordinator.journal.journal import Snapshot, pack_snapsho
 from paceline.services.coordinator.journal.records import Carried
 from paceline.services.coordinator.machine.state import State
 from paceline.services.policy_trainer.messages import MESSAGES
-from paceline.services.rollout_gateway.api.http.anthropic_schema import (
+from paceline.services.rollout_gateway.api.http.anthropic import (
     ConversationBody,
     MessagesBody,
 )
 from paceline.services.rollout_gateway.api.http.openai_schema import ChatBody, CompletionBody
-from paceline.services.rollout_gateway.api.http.requests import Outline, parse
+from paceline.services.rollout_gateway.api.http.requests import Outline, judged
 from paceline.services.rollout_gateway.api.http.responses_schema import ResponsesBody
 from paceline.services.rollout_gateway.api.http.sessions import FailBody, OpenBody, RewardBody
 from paceline.services.rollout_gateway.chat.parse import ChatParser
@@ -115,7 +115,7 @@ def message(kind: Any, read: Callable[[Any], object]) -> Callable[[bytes], objec
 def body(kind: Any) -> Callable[[bytes], object]:
     def reads(raw: bytes) -> object:
         Outline(100).add(raw)
-        found = parse(kind, raw)
+        found, _ = judged(kind, raw)
         if hasattr(found, "json_schema"):
             found.sampling(10)
         return found.request() if hasattr(found, "request") and kind is not ResponsesBody else found
@@ -124,7 +124,7 @@ def body(kind: Any) -> Callable[[bytes], object]:
 
 
 def responses_body(raw: bytes) -> object:
-    found = parse(ResponsesBody, raw)
+    found, _ = judged(ResponsesBody, raw)
     found.check()
     return found.request(())
 

@@ -18,10 +18,7 @@ from paceline.errors import ConfigError
 from paceline.rpc.status import NOT_ALLOWED, UNAUTHENTICATED
 
 AUTHORIZATION = "authorization"
-AGENT_METHODS = frozenset(
-    f"/paceline.v1.RolloutService/{name}"
-    for name in ("Generate", "OpenSession", "PostReward", "CloseSession", "GetSession")
-)
+AGENT_METHODS = frozenset(["/paceline.v1.RolloutService/Generate"])
 """Methods that the agents' token opens; all other methods are for operators and services."""
 
 

@@ -1,7 +1,6 @@
 from paceline.v1 import engine_pb2 as _engine_pb2
 from paceline.v1 import trajectory_pb2 as _trajectory_pb2
 from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -9,61 +8,23 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class SessionState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    SESSION_STATE_UNSPECIFIED: _ClassVar[SessionState]
-    SESSION_STATE_OPEN: _ClassVar[SessionState]
-    SESSION_STATE_FINAL: _ClassVar[SessionState]
-    SESSION_STATE_UNSCORED: _ClassVar[SessionState]
-    SESSION_STATE_ABORTED: _ClassVar[SessionState]
-    SESSION_STATE_FAILED: _ClassVar[SessionState]
-
-class FailReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    FAIL_REASON_UNSPECIFIED: _ClassVar[FailReason]
-    FAIL_REASON_INFRA: _ClassVar[FailReason]
-    FAIL_REASON_DATA: _ClassVar[FailReason]
-SESSION_STATE_UNSPECIFIED: SessionState
-SESSION_STATE_OPEN: SessionState
-SESSION_STATE_FINAL: SessionState
-SESSION_STATE_UNSCORED: SessionState
-SESSION_STATE_ABORTED: SessionState
-SESSION_STATE_FAILED: SessionState
-FAIL_REASON_UNSPECIFIED: FailReason
-FAIL_REASON_INFRA: FailReason
-FAIL_REASON_DATA: FailReason
-
 class GenerateRequest(_message.Message):
-    __slots__ = ("session_id", "text", "token_ids", "conversation", "sampling", "forced_arm", "truncate_prompt_tokens", "return_prompt_token_ids", "add_special_tokens")
+    __slots__ = ("session_id", "text", "token_ids", "sampling", "forced_arm", "return_prompt_token_ids", "add_special_tokens")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    CONVERSATION_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     FORCED_ARM_FIELD_NUMBER: _ClassVar[int]
-    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RETURN_PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     text: str
     token_ids: TokenIds
-    conversation: Conversation
     sampling: _trajectory_pb2.SamplingParams
     forced_arm: str
-    truncate_prompt_tokens: int
     return_prompt_token_ids: bool
     add_special_tokens: bool
-    def __init__(self, session_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., conversation: _Optional[_Union[Conversation, _Mapping]] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., forced_arm: _Optional[str] = ..., truncate_prompt_tokens: _Optional[int] = ..., return_prompt_token_ids: _Optional[bool] = ..., add_special_tokens: _Optional[bool] = ...) -> None: ...
-
-class Conversation(_message.Message):
-    __slots__ = ("messages_json", "tools_json", "tool_choice")
-    MESSAGES_JSON_FIELD_NUMBER: _ClassVar[int]
-    TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
-    TOOL_CHOICE_FIELD_NUMBER: _ClassVar[int]
-    messages_json: str
-    tools_json: str
-    tool_choice: str
-    def __init__(self, messages_json: _Optional[str] = ..., tools_json: _Optional[str] = ..., tool_choice: _Optional[str] = ...) -> None: ...
+    def __init__(self, session_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., forced_arm: _Optional[str] = ..., return_prompt_token_ids: _Optional[bool] = ..., add_special_tokens: _Optional[bool] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -72,13 +33,12 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("chunk", "text", "prompt_tokens", "versions", "completion_id", "message_json", "prompt_token_ids", "overridden")
+    __slots__ = ("chunk", "text", "prompt_tokens", "versions", "completion_id", "prompt_token_ids", "overridden")
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_ID_FIELD_NUMBER: _ClassVar[int]
-    MESSAGE_JSON_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     OVERRIDDEN_FIELD_NUMBER: _ClassVar[int]
     chunk: _engine_pb2.TokenChunk
@@ -86,102 +46,9 @@ class GenerateResponse(_message.Message):
     prompt_tokens: int
     versions: _trajectory_pb2.VersionSet
     completion_id: str
-    message_json: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     overridden: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, chunk: _Optional[_Union[_engine_pb2.TokenChunk, _Mapping]] = ..., text: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., completion_id: _Optional[str] = ..., message_json: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., overridden: _Optional[_Iterable[str]] = ...) -> None: ...
-
-class OpenSessionRequest(_message.Message):
-    __slots__ = ("context", "task_id", "group_id", "group_size", "sample_index", "trainable", "turn_discount", "timeout_s", "claim", "wait_s", "override_sampling")
-    CONTEXT_FIELD_NUMBER: _ClassVar[int]
-    TASK_ID_FIELD_NUMBER: _ClassVar[int]
-    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
-    GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
-    SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
-    TRAINABLE_FIELD_NUMBER: _ClassVar[int]
-    TURN_DISCOUNT_FIELD_NUMBER: _ClassVar[int]
-    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
-    CLAIM_FIELD_NUMBER: _ClassVar[int]
-    WAIT_S_FIELD_NUMBER: _ClassVar[int]
-    OVERRIDE_SAMPLING_FIELD_NUMBER: _ClassVar[int]
-    context: _trajectory_pb2.CommandContext
-    task_id: str
-    group_id: str
-    group_size: int
-    sample_index: int
-    trainable: bool
-    turn_discount: float
-    timeout_s: float
-    claim: bool
-    wait_s: float
-    override_sampling: bool
-    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., task_id: _Optional[str] = ..., group_id: _Optional[str] = ..., group_size: _Optional[int] = ..., sample_index: _Optional[int] = ..., trainable: _Optional[bool] = ..., turn_discount: _Optional[float] = ..., timeout_s: _Optional[float] = ..., claim: _Optional[bool] = ..., wait_s: _Optional[float] = ..., override_sampling: _Optional[bool] = ...) -> None: ...
-
-class OpenSessionResponse(_message.Message):
-    __slots__ = ("session_id", "api_key", "task", "group_id")
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
-    API_KEY_FIELD_NUMBER: _ClassVar[int]
-    TASK_FIELD_NUMBER: _ClassVar[int]
-    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
-    session_id: str
-    api_key: str
-    task: TaskSpec
-    group_id: str
-    def __init__(self, session_id: _Optional[str] = ..., api_key: _Optional[str] = ..., task: _Optional[_Union[TaskSpec, _Mapping]] = ..., group_id: _Optional[str] = ...) -> None: ...
-
-class PostRewardRequest(_message.Message):
-    __slots__ = ("session_id", "reward", "completion_id", "accumulate", "idempotency_key")
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
-    REWARD_FIELD_NUMBER: _ClassVar[int]
-    COMPLETION_ID_FIELD_NUMBER: _ClassVar[int]
-    ACCUMULATE_FIELD_NUMBER: _ClassVar[int]
-    IDEMPOTENCY_KEY_FIELD_NUMBER: _ClassVar[int]
-    session_id: str
-    reward: _trajectory_pb2.Reward
-    completion_id: str
-    accumulate: bool
-    idempotency_key: str
-    def __init__(self, session_id: _Optional[str] = ..., reward: _Optional[_Union[_trajectory_pb2.Reward, _Mapping]] = ..., completion_id: _Optional[str] = ..., accumulate: _Optional[bool] = ..., idempotency_key: _Optional[str] = ...) -> None: ...
-
-class PostRewardResponse(_message.Message):
-    __slots__ = ("state",)
-    STATE_FIELD_NUMBER: _ClassVar[int]
-    state: SessionState
-    def __init__(self, state: _Optional[_Union[SessionState, str]] = ...) -> None: ...
-
-class CloseSessionRequest(_message.Message):
-    __slots__ = ("session_id", "abort", "fail_reason", "message")
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
-    ABORT_FIELD_NUMBER: _ClassVar[int]
-    FAIL_REASON_FIELD_NUMBER: _ClassVar[int]
-    MESSAGE_FIELD_NUMBER: _ClassVar[int]
-    session_id: str
-    abort: bool
-    fail_reason: FailReason
-    message: str
-    def __init__(self, session_id: _Optional[str] = ..., abort: _Optional[bool] = ..., fail_reason: _Optional[_Union[FailReason, str]] = ..., message: _Optional[str] = ...) -> None: ...
-
-class CloseSessionResponse(_message.Message):
-    __slots__ = ("state",)
-    STATE_FIELD_NUMBER: _ClassVar[int]
-    state: SessionState
-    def __init__(self, state: _Optional[_Union[SessionState, str]] = ...) -> None: ...
-
-class GetSessionRequest(_message.Message):
-    __slots__ = ("session_id",)
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
-    session_id: str
-    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
-
-class GetSessionResponse(_message.Message):
-    __slots__ = ("state", "branches", "tree_json")
-    STATE_FIELD_NUMBER: _ClassVar[int]
-    BRANCHES_FIELD_NUMBER: _ClassVar[int]
-    TREE_JSON_FIELD_NUMBER: _ClassVar[int]
-    state: SessionState
-    branches: _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Trajectory]
-    tree_json: str
-    def __init__(self, state: _Optional[_Union[SessionState, str]] = ..., branches: _Optional[_Iterable[_Union[_trajectory_pb2.Trajectory, _Mapping]]] = ..., tree_json: _Optional[str] = ...) -> None: ...
+    def __init__(self, chunk: _Optional[_Union[_engine_pb2.TokenChunk, _Mapping]] = ..., text: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., completion_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., overridden: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class TaskSpec(_message.Message):
     __slots__ = ("task_id", "prompt", "answer", "group_id", "task_index", "metadata")

@@ -40,26 +40,6 @@ class RolloutServiceStub:
                 request_serializer=paceline_dot_v1_dot_rollout__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_rollout__pb2.GenerateResponse.FromString,
                 _registered_method=True)
-        self.OpenSession = channel.unary_unary(
-                '/paceline.v1.RolloutService/OpenSession',
-                request_serializer=paceline_dot_v1_dot_rollout__pb2.OpenSessionRequest.SerializeToString,
-                response_deserializer=paceline_dot_v1_dot_rollout__pb2.OpenSessionResponse.FromString,
-                _registered_method=True)
-        self.PostReward = channel.unary_unary(
-                '/paceline.v1.RolloutService/PostReward',
-                request_serializer=paceline_dot_v1_dot_rollout__pb2.PostRewardRequest.SerializeToString,
-                response_deserializer=paceline_dot_v1_dot_rollout__pb2.PostRewardResponse.FromString,
-                _registered_method=True)
-        self.CloseSession = channel.unary_unary(
-                '/paceline.v1.RolloutService/CloseSession',
-                request_serializer=paceline_dot_v1_dot_rollout__pb2.CloseSessionRequest.SerializeToString,
-                response_deserializer=paceline_dot_v1_dot_rollout__pb2.CloseSessionResponse.FromString,
-                _registered_method=True)
-        self.GetSession = channel.unary_unary(
-                '/paceline.v1.RolloutService/GetSession',
-                request_serializer=paceline_dot_v1_dot_rollout__pb2.GetSessionRequest.SerializeToString,
-                response_deserializer=paceline_dot_v1_dot_rollout__pb2.GetSessionResponse.FromString,
-                _registered_method=True)
         self.RunTasks = channel.unary_stream(
                 '/paceline.v1.RolloutService/RunTasks',
                 request_serializer=paceline_dot_v1_dot_rollout__pb2.RunTasksRequest.SerializeToString,
@@ -108,34 +88,6 @@ class RolloutServiceServicer:
 
     def Generate(self, request, context):
         """Generates one completion as a stream of tokens. Cancelling the call frees its slot in the engine.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def OpenSession(self, request, context):
-        """Opens a session; its generations become one trajectory.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def PostReward(self, request, context):
-        """Scores a session. The same value twice is idempotent; another or a late value is refused.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def CloseSession(self, request, context):
-        """Ends a session; a trainable session enters the ledger and the trajectory stream.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def GetSession(self, request, context):
-        """Returns a session: its turns and its training data.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -206,26 +158,6 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     request_deserializer=paceline_dot_v1_dot_rollout__pb2.GenerateRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_rollout__pb2.GenerateResponse.SerializeToString,
             ),
-            'OpenSession': grpc.unary_unary_rpc_method_handler(
-                    servicer.OpenSession,
-                    request_deserializer=paceline_dot_v1_dot_rollout__pb2.OpenSessionRequest.FromString,
-                    response_serializer=paceline_dot_v1_dot_rollout__pb2.OpenSessionResponse.SerializeToString,
-            ),
-            'PostReward': grpc.unary_unary_rpc_method_handler(
-                    servicer.PostReward,
-                    request_deserializer=paceline_dot_v1_dot_rollout__pb2.PostRewardRequest.FromString,
-                    response_serializer=paceline_dot_v1_dot_rollout__pb2.PostRewardResponse.SerializeToString,
-            ),
-            'CloseSession': grpc.unary_unary_rpc_method_handler(
-                    servicer.CloseSession,
-                    request_deserializer=paceline_dot_v1_dot_rollout__pb2.CloseSessionRequest.FromString,
-                    response_serializer=paceline_dot_v1_dot_rollout__pb2.CloseSessionResponse.SerializeToString,
-            ),
-            'GetSession': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetSession,
-                    request_deserializer=paceline_dot_v1_dot_rollout__pb2.GetSessionRequest.FromString,
-                    response_serializer=paceline_dot_v1_dot_rollout__pb2.GetSessionResponse.SerializeToString,
-            ),
             'RunTasks': grpc.unary_stream_rpc_method_handler(
                     servicer.RunTasks,
                     request_deserializer=paceline_dot_v1_dot_rollout__pb2.RunTasksRequest.FromString,
@@ -295,114 +227,6 @@ class RolloutService:
             '/paceline.v1.RolloutService/Generate',
             paceline_dot_v1_dot_rollout__pb2.GenerateRequest.SerializeToString,
             paceline_dot_v1_dot_rollout__pb2.GenerateResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def OpenSession(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/paceline.v1.RolloutService/OpenSession',
-            paceline_dot_v1_dot_rollout__pb2.OpenSessionRequest.SerializeToString,
-            paceline_dot_v1_dot_rollout__pb2.OpenSessionResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def PostReward(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/paceline.v1.RolloutService/PostReward',
-            paceline_dot_v1_dot_rollout__pb2.PostRewardRequest.SerializeToString,
-            paceline_dot_v1_dot_rollout__pb2.PostRewardResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def CloseSession(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/paceline.v1.RolloutService/CloseSession',
-            paceline_dot_v1_dot_rollout__pb2.CloseSessionRequest.SerializeToString,
-            paceline_dot_v1_dot_rollout__pb2.CloseSessionResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GetSession(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/paceline.v1.RolloutService/GetSession',
-            paceline_dot_v1_dot_rollout__pb2.GetSessionRequest.SerializeToString,
-            paceline_dot_v1_dot_rollout__pb2.GetSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,7 +3,7 @@ from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
-from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+from typing import ClassVar as _ClassVar, Optional as _Optional
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -194,64 +194,3 @@ class Reward(_message.Message):
     source: str
     parts: _containers.ScalarMap[str, float]
     def __init__(self, value: _Optional[float] = ..., source: _Optional[str] = ..., parts: _Optional[_Mapping[str, float]] = ...) -> None: ...
-
-class BranchKey(_message.Message):
-    __slots__ = ("run_id", "session_id", "branch_id")
-    RUN_ID_FIELD_NUMBER: _ClassVar[int]
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
-    BRANCH_ID_FIELD_NUMBER: _ClassVar[int]
-    run_id: str
-    session_id: str
-    branch_id: str
-    def __init__(self, run_id: _Optional[str] = ..., session_id: _Optional[str] = ..., branch_id: _Optional[str] = ...) -> None: ...
-
-class Trajectory(_message.Message):
-    __slots__ = ("key", "step", "task_id", "group_id", "group_size", "task_index", "sample_index", "token_ids", "loss_mask", "behavior_logprobs", "version_spans", "reward", "seed", "temperature", "finish_reason", "speculation", "branch_count", "reward_parts", "draw_spans", "accepted_drafts")
-    class RewardPartsEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: float
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
-    KEY_FIELD_NUMBER: _ClassVar[int]
-    STEP_FIELD_NUMBER: _ClassVar[int]
-    TASK_ID_FIELD_NUMBER: _ClassVar[int]
-    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
-    GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
-    TASK_INDEX_FIELD_NUMBER: _ClassVar[int]
-    SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    LOSS_MASK_FIELD_NUMBER: _ClassVar[int]
-    BEHAVIOR_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    VERSION_SPANS_FIELD_NUMBER: _ClassVar[int]
-    REWARD_FIELD_NUMBER: _ClassVar[int]
-    SEED_FIELD_NUMBER: _ClassVar[int]
-    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
-    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
-    SPECULATION_FIELD_NUMBER: _ClassVar[int]
-    BRANCH_COUNT_FIELD_NUMBER: _ClassVar[int]
-    REWARD_PARTS_FIELD_NUMBER: _ClassVar[int]
-    DRAW_SPANS_FIELD_NUMBER: _ClassVar[int]
-    ACCEPTED_DRAFTS_FIELD_NUMBER: _ClassVar[int]
-    key: BranchKey
-    step: int
-    task_id: str
-    group_id: str
-    group_size: int
-    task_index: int
-    sample_index: int
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    loss_mask: bytes
-    behavior_logprobs: _containers.RepeatedScalarFieldContainer[float]
-    version_spans: _containers.RepeatedCompositeFieldContainer[VersionSpan]
-    reward: float
-    seed: int
-    temperature: float
-    finish_reason: FinishReason
-    speculation: SpeculationStats
-    branch_count: int
-    reward_parts: _containers.ScalarMap[str, float]
-    draw_spans: _containers.RepeatedCompositeFieldContainer[DrawSpan]
-    accepted_drafts: bytes
-    def __init__(self, key: _Optional[_Union[BranchKey, _Mapping]] = ..., step: _Optional[int] = ..., task_id: _Optional[str] = ..., group_id: _Optional[str] = ..., group_size: _Optional[int] = ..., task_index: _Optional[int] = ..., sample_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., loss_mask: _Optional[bytes] = ..., behavior_logprobs: _Optional[_Iterable[float]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., reward: _Optional[float] = ..., seed: _Optional[int] = ..., temperature: _Optional[float] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ..., branch_count: _Optional[int] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., draw_spans: _Optional[_Iterable[_Union[DrawSpan, _Mapping]]] = ..., accepted_drafts: _Optional[bytes] = ...) -> None: ...

@@ -1,32 +1,20 @@
 """RolloutService over gRPC: translates calls for the gateway and its runs."""
 
-import json
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from functools import partial
 from typing import Any
 
 from paceline.errors import InvalidInput
-from paceline.messages import to_message, versions_to_proto
+from paceline.messages import versions_to_proto
 from paceline.rpc import EpochGuard, Track
-from paceline.services.rollout_gateway.api.http import openai_schema, requests
-from paceline.services.rollout_gateway.api.http.sessions import OpenBody
 from paceline.services.rollout_gateway.calls.call import Plan
 from paceline.services.rollout_gateway.calls.planner import Asked
-from paceline.services.rollout_gateway.chat.messages import ChatRequest
-from paceline.services.rollout_gateway.environments import EpisodeTask
 from paceline.services.rollout_gateway.gateway import Gateway
 from paceline.services.rollout_gateway.runs.tasks import TaskRuns
-from paceline.services.rollout_gateway.sessions import FailReason
-from paceline.services.rollout_gateway.sessions.registry import Ended, tree_json
-from paceline.services.rollout_gateway.sessions.session import Caller, Grant, Session
+from paceline.services.rollout_gateway.sessions.session import Caller
 from paceline.services.rollout_gateway.workers.lending import DRAIN_S, OUTLASTS_S
 from paceline.v1 import rollout_pb2 as rpb
-from paceline.v1 import trajectory_pb2 as tpb
 from paceline.v1.rollout_pb2_grpc import RolloutServiceServicer
-
-TRUNCATED, SPECIAL = "truncate_prompt_tokens", "add_special_tokens"
-FAILURES = {rpb.FAIL_REASON_INFRA: FailReason.INFRA, rpb.FAIL_REASON_DATA: FailReason.DATA}
 
 
 class RolloutServicer(RolloutServiceServicer):
@@ -58,81 +46,7 @@ class RolloutServicer(RolloutServiceServicer):
                     news.overridden.extend(plan.overridden)
                     if request.return_prompt_token_ids:
                         news.prompt_token_ids.extend(plan.prompt)
-                    if (message := call.message) is not None:
-                        news.message_json = json.dumps(message.shown(), ensure_ascii=False)
                 yield news
-
-    async def OpenSession(
-        self, request: rpb.OpenSessionRequest, context: Any
-    ) -> rpb.OpenSessionResponse:
-        gateway, run_id = self._gateway, request.context.run_id
-        if run_id:
-            self._guard.check(request.context, Track.ROLLOUTS)
-        fields = {
-            field.name: value for field, value in request.ListFields() if field.name != "context"
-        }
-        body = requests.parse(OpenBody, {"trainable": request.trainable, **fields})
-        gateway.admit()
-        if body.claim:
-            claimed = await gateway.agents.claim(
-                body.wait_s, body.timeout_s, body.override_sampling
-            )
-            return rpb.OpenSessionResponse() if claimed is None else _opened(*claimed)
-        step = request.context.step
-        about = body.assignment(
-            run_id or gateway.config.run.id, gateway.config.sessions, step, open_group=not run_id
-        )
-        return _opened(await gateway.agents.open(about))
-
-    async def PostReward(
-        self, request: rpb.PostRewardRequest, context: Any
-    ) -> rpb.PostRewardResponse:
-        if not request.HasField("reward"):
-            raise InvalidInput("the call carries no reward", allowed="reward.value")
-        sessions = self._gateway.agents.sessions
-        session = (
-            sessions.get(request.session_id)
-            if request.session_id
-            else sessions.by_completion(request.completion_id)
-        )
-        session.score(
-            Grant(
-                request.reward.value,
-                request.completion_id,
-                request.accumulate,
-                request.idempotency_key,
-            )
-        )
-        return rpb.PostRewardResponse(state=_state(session))
-
-    async def CloseSession(
-        self, request: rpb.CloseSessionRequest, context: Any
-    ) -> rpb.CloseSessionResponse:
-        agents, reason = self._gateway.agents, request.fail_reason
-        found = agents.sessions.find(request.session_id)
-        if isinstance(found, Ended):
-            return rpb.CloseSessionResponse(state=_state(found))
-        if reason not in FAILURES and reason:
-            raise InvalidInput("no such reason of a failure", seen=reason, allowed="infra, data")
-        if reason:
-            agents.finish(found, fail=FAILURES[reason], message=request.message)
-        elif request.abort:
-            agents.finish(found, abort=True)
-        else:
-            await agents.complete(found)
-        return rpb.CloseSessionResponse(state=_state(found))
-
-    async def GetSession(
-        self, request: rpb.GetSessionRequest, context: Any
-    ) -> rpb.GetSessionResponse:
-        found = self._gateway.agents.sessions.find(request.session_id)
-        if isinstance(found, Ended):
-            return rpb.GetSessionResponse(state=_state(found))
-        return rpb.GetSessionResponse(
-            state=_state(found),
-            branches=[to_message(one, tpb.Trajectory) for one in found.trajectories()],
-            tree_json=json.dumps(tree_json(found), ensure_ascii=False),
-        )
 
     async def RunTasks(
         self, request: rpb.RunTasksRequest, context: Any
@@ -226,65 +140,19 @@ class RolloutServicer(RolloutServiceServicer):
         )
 
     async def _plan(self, request: rpb.GenerateRequest) -> Plan:
-        gateway, planner, size = self._gateway, self._gateway.planner, request.ByteSize()
-        sessions, longest = gateway.agents.sessions, gateway.router.ready.max_sequence_tokens
-        kept = request.truncate_prompt_tokens if request.HasField(TRUNCATED) else None
+        gateway = self._gateway
+        planner, sessions = gateway.planner, gateway.agents.sessions
+
         asked = Asked(
             Caller(sessions.get(request.session_id) if request.session_id else None),
             lambda room: request.sampling,
             gateway.names.draw("gen-"),
             forced_arm=request.forced_arm,
-            size=size,
-            special=request.add_special_tokens if request.HasField(SPECIAL) else True,
-            kept=kept,
+            size=request.ByteSize(),
+            special=not request.HasField("add_special_tokens") or request.add_special_tokens,
         )
-        match request.WhichOneof("prompt"):
-            case "text":
-                return (await planner.completions(asked, [request.text]))[0]
-            case "token_ids":
-                return (await planner.completions(asked, [request.token_ids.ids]))[0]
-            case "conversation" if request.add_special_tokens:
-                raise InvalidInput(
-                    f"{SPECIAL}: the chat template writes those of a conversation",
-                    seen=True,
-                    allowed="false, or none",
-                )
-            case "conversation":
-                given = request.conversation
-                read = partial(conversation, given, longest)
-                return (await planner.chat(asked, await gateway.aside.run(size, read)))[0]
-            case _:
-                raise InvalidInput(
-                    "the request has no prompt", allowed="text, token_ids or conversation"
-                )
-
-
-def _state(session: Session | Ended) -> str:
-    return f"SESSION_STATE_{session.state.name}"
-
-
-def _opened(session: Session, task: EpisodeTask | None = None) -> rpb.OpenSessionResponse:
-    opened = rpb.OpenSessionResponse(
-        session_id=session.session_id,
-        api_key=session.api_key,
-        group_id=session.group_id,
-    )
-    if task is not None:
-        shown = rpb.TaskSpec(task_id=task.task_id, prompt=task.prompt, metadata=task.metadata)
-        opened.task.CopyFrom(shown)
-    return opened
-
-
-def conversation(given: rpb.Conversation, longest: int) -> ChatRequest:
-    """A conversation in the JSON of chat completions, for a model with `longest` tokens of context.
-
-    Raises InvalidInput with the wrong field.
-    """
-    choice: dict[str, Any] | str = given.tool_choice or "auto"
-    if choice not in ("auto", "none", "required"):
-        choice = {"type": "function", "function": {"name": choice}}
-    parts = {"messages": given.messages_json or "[]", "tools": given.tools_json or "null"}
-    parts["tool_choice"] = json.dumps(choice)
-    raw = "{" + ",".join(f'"{name}":{text}' for name, text in parts.items()) + "}"
-    requests.Outline(longest).add(encoded := raw.encode())
-    return requests.parse(openai_schema.ChatBody, encoded).request()
+        kind = request.WhichOneof("prompt")
+        if kind is None:
+            raise InvalidInput("the request has no prompt", allowed="text or token_ids")
+        prompt = request.text if kind == "text" else request.token_ids.ids
+        return (await planner.completions(asked, [prompt]))[0]

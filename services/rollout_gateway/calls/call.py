@@ -5,19 +5,17 @@ answer. The turn's tokens are recorded before its last piece is returned. An age
 once therefore finds its history in the session.
 """
 
-from __future__ import annotations
-
 import hashlib
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
-from opentelemetry.trace import Span
+from opentelemetry.trace import Span, set_span_in_context
 from opentelemetry.util.types import AttributeValue
 
 from paceline.errors import DataLoss, InvalidInput, Unavailable
-from paceline.services.rollout_gateway.calls.spans import STAGE_SPANS
 from paceline.services.rollout_gateway.chat import messages, parse
 from paceline.services.rollout_gateway.chat.text import TextCodec
 from paceline.services.rollout_gateway.engines.sampling import UNSEEDED, Sampling
@@ -26,7 +24,7 @@ from paceline.services.rollout_gateway.sessions.session import Session
 from paceline.services.rollout_gateway.sessions.tree import Turn
 from paceline.services.rollout_gateway.workers.generation import Generation
 from paceline.services.rollout_gateway.workers.metrics import describe
-from paceline.telemetry import link_current, names, span
+from paceline.telemetry import link_current, names, past_span, span
 from paceline.trajectory import DrawSpan, VersionSpan
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -75,7 +73,6 @@ class Plan:
     unread: tuple[str, ...] = ()  # parts of messages (name, reasoning) that no prompt shows
     # sampling values that the session has changed, "name=value used"
     overridden: tuple[str, ...] = ()
-    cut: bool = False  # only the end of the prompt is used
     prompt_text: str = ""  # of a text completion within a session
     forced_arm: str = ""
     capture: bool = False
@@ -197,7 +194,7 @@ class Call:
 
         self.generation.set_direct_reader(take)
 
-    async def run(self) -> Call:
+    async def run(self) -> Self:
         """Run to the end without streaming."""
         async with aclosing(self.pieces(stream=False)) as pieces:
             async for _ in pieces:
@@ -214,7 +211,8 @@ class Call:
             delta = self._parser.push(news)
             if finish:
                 delta = messages.Delta.of([delta, self._parser.finish()])
-                finish = parse.finish_name(self._parser.message, finish)
+                if finish == "stop" and any(one.tool_calls for one in self.deltas):
+                    finish = "tool_calls"
         self.finish = finish
         return Piece(chunk, news, delta, finish)
 
@@ -318,3 +316,51 @@ def generation_seed(base: int, number: int) -> int:
     if number == 0:
         return base
     return int.from_bytes(hashlib.sha256(f"{base}/{number}".encode()).digest()[:8], "little") >> 1
+
+
+REQUESTS_PER_S = 25.0
+"""Requests per second with a span for each stage; further requests only get `engine.request`."""
+
+
+class StageSpans:
+    """Makes spans of requests' stages, up to a rate of requests per second."""
+
+    def __init__(
+        self, requests_per_s: float = REQUESTS_PER_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._rate = self._left = requests_per_s
+        self._clock = clock
+        self._at = clock()
+
+    def show(self, request: Span, worker: int, whole: pb.TokenChunk) -> None:
+        """Record a child span for each stage of the request."""
+        if not request.is_recording() or not whole.stages or not self._may():
+            return
+        parent = set_span_in_context(request)
+        for one in whole.stages:
+            labels: dict[str, AttributeValue] = {
+                names.WORKER: worker,
+                names.TOKENS: one.tokens,
+                names.BUSY_S: one.busy_s,
+            }
+            if one.arm:
+                labels |= {
+                    names.ARM: one.arm,
+                    names.POLICY_VERSION: one.policy_version,
+                    names.ROUNDS: one.rounds,
+                }
+            name = names.engine_stage(one.stage)
+            past_span(name, labels, one.start_ns, one.end_ns, parent)
+
+    def _may(self) -> bool:
+        now = self._clock()
+        self._left = min(self._left + (now - self._at) * self._rate, self._rate)
+        self._at = now
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
+STAGE_SPANS = StageSpans()
+"""The limiter of this process."""

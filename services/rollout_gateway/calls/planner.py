@@ -38,7 +38,6 @@ CHECKED_FIELDS = (
     "messages",
     "tools",
     "tool_choice",
-    "truncate_prompt_tokens",
 )
 """Fields of a request that an error message may begin with."""
 
@@ -86,8 +85,6 @@ def _check_capabilities(ready: pb.WorkerReady, sampling: Sampling) -> None:
             )
 
 
-CUT_CONTEXTS = 8
-"""Longest prompt that may be truncated, as a multiple of the model's longest prompt."""
 AskedSampling = Callable[[int], tpb.SamplingParams]
 """Maps the tokens left in the sequence to the first choice's sampling, as the caller's API spells
 it.
@@ -105,7 +102,6 @@ class Asked:
     forced_arm: str = ""
     size: int = 0  # bytes of the request
     special: bool = True  # the tokenizer adds its special tokens around a text prompt
-    kept: int | None = None  # last tokens of a prompt to keep; None: all, -1: as many as fit
 
 
 class Planner:
@@ -140,7 +136,7 @@ class Planner:
         found = session.tree.extended_by_messages(digests) if session is not None else None
         turn, count = found or (None, 0)
         known = None if turn is None else Known(count, turn.token_ids, turn.response_ids)
-        longest = self._readable(asked)
+        longest = self._longest
         answer = asked.sampling(1).json_schema if self._holds_calls(given) else None
         prompt = await self._aside.run(
             asked.size, lambda: self.prompts.prompt(request, known, longest, answer)
@@ -152,7 +148,7 @@ class Planner:
             parser=prompt.parser,
             unread=prompt.unread,
         )
-        plan, run_temperature = self._cut(asked, plan), self._own(session, implicit=given is None)
+        run_temperature = self._own(session, implicit=given is None)
         plans = await self._aside.run(
             asked.size, lambda: self._drawn(asked, [plan], run_temperature, prompt)
         )
@@ -173,7 +169,7 @@ class Planner:
 
     async def completions(self, asked: Asked, prompts: Sequence[str | Sequence[int]]) -> list[Plan]:
         """Plan the continuations of each prompt, text or token ids."""
-        found = [self._cut(asked, await self._continued(asked, prompt)) for prompt in prompts]
+        found = [await self._continued(asked, prompt) for prompt in prompts]
         own = self._own(asked.caller.session, implicit=False)
         plans = await self._aside.run(asked.size, lambda: self._drawn(asked, found, own))
         return self._within(asked.caller.session, plans, implicit=False)
@@ -182,28 +178,6 @@ class Planner:
     def _longest(self) -> int:
         """Longest prompt in tokens; one token is left for the answer."""
         return self._ready().max_sequence_tokens - 1
-
-    def _readable(self, asked: Asked) -> int:
-        """Tokens that a prompt may have before truncation."""
-        return self._longest if asked.kept is None else CUT_CONTEXTS * self._longest
-
-    def _cut(self, asked: Asked, plan: Plan) -> Plan:
-        """The plan with a truncated prompt. A prompt that lost its beginning extends no turn."""
-        if asked.kept is None:
-            return plan
-        if asked.kept == 0 or asked.kept < -1:
-            raise InvalidInput(
-                "truncate_prompt_tokens leaves nothing",
-                seen=asked.kept,
-                allowed="-1, or 1 and more",
-            )
-        most = asked.kept
-        if most < 0:  # leave room for max_tokens
-            most = self._longest + 1 - asked.sampling(1).max_tokens
-        prompt = plan.prompt[-max(min(most, self._longest), 1) :]
-        if len(prompt) == len(plan.prompt):
-            return plan
-        return replace(plan, prompt=prompt, parent=None, prompt_text="", cut=True)
 
     def _own(self, session: Session | None, *, implicit: bool) -> float | None:
         """The run's temperature if the session overrides the request's temperature, else None."""
@@ -215,7 +189,7 @@ class Planner:
         return sessions.temperature if overrides else None
 
     async def _continued(self, asked: Asked, prompt: str | Sequence[int]) -> Plan:
-        session, longest = asked.caller.session, self._readable(asked)
+        session, longest = asked.caller.session, self._longest
         tree = session.tree if session is not None else None
         parent: Turn | None = None
         if isinstance(prompt, str):

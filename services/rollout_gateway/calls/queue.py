@@ -53,25 +53,25 @@ class FairQueue:
         return self._waiting
 
     @asynccontextmanager
-    async def place(self, key: str) -> AsyncIterator[float]:
-        """Hold a place inside the engine; yields the seconds of the wait.
+    async def place(self, key: str) -> AsyncIterator[None]:
+        """Hold a place inside the engine.
 
         Raises ResourceExhausted with retry_after_s when too many requests wait in all (reason
         QUEUE_FULL) or under this key (KEY_QUEUE_FULL), and after config.wait_s (QUEUE_WAIT).
         """
-        waited_s = await self._enter(key)
+        await self._enter(key)
         try:
-            yield waited_s
+            yield
         finally:
             self._leave()
 
-    async def _enter(self, key: str) -> float:
+    async def _enter(self, key: str) -> None:
         # A free place means that no request waits, because `_leave` passes places on directly.
         if self._inside < self._places:
             self._inside += 1
             metrics.QUEUE_RUNNING.record(1)
             metrics.QUEUE_WAIT.record(0)
-            return 0.0
+            return
 
         self._check_room(key)
         loop, wait_s = asyncio.get_running_loop(), self._config.wait_s
@@ -96,7 +96,6 @@ class FairQueue:
             raise
 
         metrics.QUEUE_WAIT.record(loop.time() - since_s)
-        return loop.time() - since_s
 
     def _check_room(self, key: str) -> None:
         """Raises ResourceExhausted when too many requests wait."""

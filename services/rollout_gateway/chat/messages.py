@@ -1,16 +1,14 @@
 """The nouns of a conversation, equal for every API, and the equality of messages.
 
-OpenAI's chat completions and responses, Anthropic's messages and gRPC all become a ChatRequest.
+OpenAI's chat completions and responses and Anthropic's messages all become a ChatRequest.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 Role = Literal["system", "user", "assistant", "tool"]
 _SPELLED = json.JSONEncoder(ensure_ascii=False)
@@ -121,7 +119,7 @@ class Delta:
     tool_calls: tuple[ToolCall, ...] = ()
 
     @classmethod
-    def of(cls, deltas: Sequence[Delta]) -> Delta:
+    def of(cls, deltas: Sequence[Self]) -> Self:
         """Joins several updates into one update."""
         if len(deltas) == 1:
             return deltas[0]

@@ -5,13 +5,13 @@ No response is refused: text that is not a whole call is content, unchanged.
 
 import re
 import secrets
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 from paceline.errors import InternalError
 from paceline.services.rollout_gateway.chat.messages import Delta, Message, ToolCall, joined
 from paceline.services.rollout_gateway.chat.tool_formats import base
-from paceline.services.rollout_gateway.chat.tool_formats.form import ToolFormat
-from paceline.services.rollout_gateway.chat.tool_formats.harmony import REASONING_MARKS, Harmony
+from paceline.services.rollout_gateway.chat.tool_formats.form import END, Harmony, ToolFormat
 
 THINK, THOUGHT = "<think>", "</think>"
 """Marks around reasoning. They are special tokens in some tokenizers, so decoding must
@@ -57,7 +57,6 @@ class ChatParser:
         self._prefill = prefill
         self.deltas: list[Delta] = []
         """Updates so far."""
-        self._opens_thinking = starts_in_reasoning and not forced
         self._format = tool_format
         self._digits = digits
         self._text = base.GrowingText()
@@ -93,12 +92,18 @@ class ChatParser:
     def reasoning_tokens(
         self, token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]
     ) -> int:
-        """Number of the response's tokens in reasoning."""
+        """Number of response tokens up to and including the end of reasoning; all if it never ends,
+        0 without reasoning.
+
+        `decode` must keep the marks. Decodes the whole, and then log2(tokens) prefixes of it.
+        """
         if not any(delta.reasoning for delta in self.deltas):
             return 0
-        if isinstance(self._format, Harmony):
-            return reasoning_tokens(token_ids, decode, marks=REASONING_MARKS)
-        return reasoning_tokens(token_ids, decode, starts_in_reasoning=self._opens_thinking)
+        end = END if isinstance(self._format, Harmony) else THOUGHT
+        if end not in decode(token_ids):
+            return len(token_ids)
+        counts = range(len(token_ids))
+        return bisect_left(counts, True, key=lambda count: end in decode(token_ids[:count]))
 
     def _next(self) -> Delta:
         next(self._reading, None)
@@ -200,33 +205,3 @@ def _plain(markers: Sequence[str]) -> re.Pattern[str]:
     """
     stop = "".join(sorted({re.escape(marker[0]) for marker in markers}))
     return re.compile(rf"[^{stop}]*[^{stop} \t\r\n]")
-
-
-def finish_name(message: Message, engine: str) -> str:
-    """Finish reason for the API from the engine's: a stop after calls is "tool_calls"."""
-    return "tool_calls" if engine == "stop" and message.tool_calls else engine
-
-
-def reasoning_tokens(
-    token_ids: Sequence[int],
-    decode: Callable[[Sequence[int]], str],
-    *,
-    starts_in_reasoning: bool = False,
-    marks: tuple[str, str] = (THINK, THOUGHT),
-) -> int:
-    """Number of response tokens up to and including the end of reasoning; all if it never ends, 0
-    without reasoning.
-
-    `decode` must keep the marks. Decodes the whole, and then log2(tokens) prefixes of it.
-    """
-    whole, (begin, end) = decode(token_ids), marks
-    if not starts_in_reasoning and not whole.lstrip(base.BLANK).startswith(begin):
-        return 0
-    if end not in whole:
-        return len(token_ids)
-    short, enough = 0, len(token_ids)  # token counts without and with the end
-    while enough - short > 1:
-        middle = (short + enough) // 2
-        short, enough = (short, middle) if end in decode(token_ids[:middle]) else (middle, enough)
-
-    return enough

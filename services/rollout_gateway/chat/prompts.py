@@ -1,20 +1,20 @@
 """Makes the prompt of a conversation, and the parser of its answer.
 
-Chat template, tokenizer and tool format are used here only. A caller passes a request and the turn
-that it continues, and receives tokens and a parser.
+A caller passes a request and the turn that it continues, and receives tokens and a parser. Tools,
+calls, results and the text beside calls are refused by name if the chat template drops them. Other
+dropped parts are reported.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from paceline.errors import InvalidInput
-from paceline.services.rollout_gateway.chat import parse, shown, text
-from paceline.services.rollout_gateway.chat.messages import ChatRequest
+from paceline.services.rollout_gateway.chat import parse, text
+from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message, Role, ToolCall
 from paceline.services.rollout_gateway.chat.tool_formats import families
-from paceline.services.rollout_gateway.chat.tool_formats.form import ToolFormat
-from paceline.services.rollout_gateway.chat.tool_formats.harmony import Harmony
+from paceline.services.rollout_gateway.chat.tool_formats.form import Harmony, ToolFormat
 from paceline.services.rollout_gateway.config import ChatConfig
 
 PROMPT_END = 16
@@ -42,6 +42,133 @@ class ChatPrompt:
     free_until: str = ""  # text behind which an answer of a form begins; empty: at its beginning
 
 
+_SHOWN = 80
+"""Characters of a part that an error shows."""
+Tools = tuple[Mapping[str, Any], ...]
+_USER = Message("user", "Hello")
+_TOOLS: Tools = tuple(
+    {"type": "function", "function": {"name": f"pacelinetoolprobe{one}", "parameters": {}}}
+    for one in "fg"
+)
+_CALLS = tuple(ToolCall(f"a{one}b2c3d4e", f"pacelinecallprobe{one}", "{}") for one in "fg")
+"""Ids of nine letters and digits, the only form that Mistral's templates accept."""
+_RESULTS = tuple(
+    Message("tool", f"pacelineresultprobe{one}", tool_call_id=call.call_id)
+    for one, call in zip("fg", _CALLS, strict=True)
+)
+_TEXT = "pacelinetextprobe"
+_PART = "pacelinepartprobe"
+_PARTS = ("name", "reasoning")
+_BEFORE: Mapping[Role, tuple[Message, ...]] = {
+    "system": (),
+    "user": (),
+    "assistant": (_USER,),
+    "tool": (_USER, Message("assistant", tool_calls=_CALLS[:1])),
+}
+"""Messages before one of each role."""
+_TOOL_KIND, _CALL_KIND, _RESULT_KIND = "tools", "tool calls", "tool results"
+_MORE_KIND, _TEXT_KIND = "more than one tool call of a message", "text beside tool calls"
+"""Kinds of parts that a template may drop."""
+
+
+def _parts(message: Message) -> dict[str, str]:
+    """Parts of a message that a template may drop, by kind, each as an error shows it."""
+    calls, found = message.tool_calls, {}
+    if calls:
+        found[_CALL_KIND] = ", ".join(call.name for call in calls)
+        if len(calls) > 1:
+            found[_MORE_KIND] = found[_CALL_KIND]
+        if message.content.strip():
+            found[_TEXT_KIND] = message.content[:_SHOWN]
+    if message.role == "tool":
+        found[_RESULT_KIND] = message.name or message.tool_call_id or message.content[:_SHOWN]
+    return found
+
+
+class _TemplateParts:
+    """The parts of a conversation that one chat template shows, found by probe conversations."""
+
+    def __init__(self, codec: text.TextCodec) -> None:
+        self._codec = codec
+        self._dropped: dict[bool, frozenset[str]] = {}  # kinds of parts, by whether there are tools
+        self._read: dict[tuple[str, Role, bool], bool] = {}
+
+    def check(self, request: ChatRequest, kept: int = 0) -> None:
+        """Raises InvalidInput for tools, calls and results that the template drops. `kept`: first
+        messages with recorded tokens.
+        """
+        parts = [(_TOOL_KIND, ", ".join(request.tool_names()))] if request.tools else []
+        parts += [part for message in request.messages[kept:] for part in _parts(message).items()]
+        if not parts:
+            return
+        with_tools = bool(request.tools)
+        if with_tools not in self._dropped:
+            self._dropped[with_tools] = self._probed(_TOOLS if with_tools else ())
+        for kind, seen in parts:
+            if kind in self._dropped[with_tools]:
+                raise InvalidInput(
+                    f"{'tools' if kind == _TOOL_KIND else 'messages'}: the chat template does not "
+                    f"show {kind}",
+                    seen=seen,
+                    allowed="a chat template that shows them",
+                )
+
+    def unread(self, request: ChatRequest, kept: int = 0) -> tuple[str, ...]:
+        """Parts (`name`, `reasoning`) of a message that the template writes for no message of its
+        role. `kept`: first messages with recorded tokens.
+        """
+        given = {
+            (part, message.role)
+            for message in request.messages[kept:]
+            for part in _PARTS
+            if getattr(message, part)
+        }
+        tools = _TOOLS if request.tools else ()
+        return tuple(sorted({part for part, role in given if not self._reads(part, role, tools)}))
+
+    def _reads(self, part: str, role: Role, tools: Tools) -> bool:
+        """Whether the template writes that part; a refused part counts as written."""
+        key = part, role, bool(tools)
+        if key not in self._read:
+            plain = _RESULTS[0] if role == "tool" else Message(role, "Hello")
+            given: dict[str, Any] = {part: _PART}
+            begun = (*_BEFORE[role], replace(plain, **given))
+            shown = self._rendered(tools, begun, (*begun, _USER))
+            self._read[key] = not shown or _PART in shown
+        return self._read[key]
+
+    def _probed(self, tools: Tools) -> frozenset[str]:
+        """The kinds of parts that the template drops from probe conversations. A refused probe
+        drops nothing, since the template refuses the request as well.
+        """
+        called = Message("assistant", tool_calls=_CALLS)
+        alone = self._rendered(tools, (_USER,), (Message("system", "Be brief."), _USER))
+        both = self._rendered(tools, (_USER, called, *_RESULTS))
+        one = both or self._rendered(
+            tools, (_USER, replace(called, tool_calls=_CALLS[:1]), _RESULTS[0])
+        )
+        calls = _CALLS if both else _CALLS[:1]
+        talking = replace(called, content=_TEXT, tool_calls=calls)
+        texts = one and self._rendered(tools, (_USER, talking, *_RESULTS[: len(calls)]))
+        probes = (
+            *((_TOOL_KIND, alone, name) for name in ChatRequest((), tools).tool_names()),
+            (_CALL_KIND, one, _CALLS[0].name),
+            (_MORE_KIND, both, _CALLS[1].name),
+            (_TEXT_KIND, texts, _TEXT),
+            (_RESULT_KIND, one, _RESULTS[0].content),
+        )
+        return frozenset(kind for kind, shown, part in probes if shown and part not in shown)
+
+    def _rendered(self, tools: Tools, *conversations: tuple[Message, ...]) -> str:
+        """The first conversation that the template accepts; empty if it refuses all."""
+        for messages in conversations:
+            try:
+                return self._codec.template.render(ChatRequest(messages, tools))
+            except InvalidInput:
+                continue
+        return ""
+
+
 class ChatPrompts:
     """Prompts of one model's conversations."""
 
@@ -51,7 +178,7 @@ class ChatPrompts:
         marked = config.reasoning == "auto" and parse.THINK in codec.template.source
         self._reasoning = marked or config.reasoning == "think"
         ends = self._format.ends if self._format else ()
-        self._tools = shown.ShownTools(codec, self._format, config.tool_prompt)
+        self._parts = _TemplateParts(codec)
         self._stop_ids = tuple(codec.added_tokens[end] for end in ends if end in codec.added_tokens)
 
     def prompt(
@@ -84,20 +211,18 @@ class ChatPrompts:
         )
         grammar = "" if answer is None else self._grammar(request, answer, inside=inside)
         thinks = inside and not forced and not request.prefill
-        unread = self._tools.unread(request, known.messages if known and goes_on else 0)
+        unread = self._parts.unread(request, known.messages if known and goes_on else 0)
         free_until = parse.THOUGHT if thinks else ""
         return ChatPrompt(ids, goes_on, parser, grammar, self._stop_ids, unread, free_until)
 
     def encode(self, request: ChatRequest, longest: int | None = None) -> tuple[int, ...]:
         """Ids of a whole conversation up to the model's answer.
 
-        Raises InvalidInput if the template refuses it or drops its tools, and for more than
+        Raises InvalidInput if the template refuses it or drops parts of it, and for more than
         `longest` ids.
         """
-        fitted, _ = self._tools.fitted(request)
-        rendered = self._codec.template.render(fitted)
-        self._tools.check(request, rendered)
-        return self._codec.encode(rendered, longest, special=False)
+        self._parts.check(request)
+        return self._codec.encode(self._codec.template.render(request), longest, special=False)
 
     def _offered(self, request: ChatRequest) -> ToolFormat | None:
         """The format for reading the answer; None: plain text."""
@@ -130,9 +255,9 @@ class ChatPrompts:
         if not request.messages:
             raise InvalidInput("messages is empty", allowed="one message or more")
         if known is not None:
-            fitted, shift = self._tools.fitted(request, known.messages)
-            before = known.messages - 1 + shift
-            rest = self._codec.encode_after(fitted, before, known.response_ids, longest)
+            self._parts.check(request, known.messages)
+            last = known.messages - 1
+            rest = self._codec.encode_after(request, last, known.response_ids, longest)
             if rest is not None:
                 return (*known.token_ids, *rest), True
         return self.encode(request, longest), False

@@ -8,7 +8,6 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
 import pytest
 import pytest_asyncio
 import torch
@@ -180,24 +179,6 @@ async def test_all_tokens_are_kept_by_minus_one_null_and_nothing(model: Served) 
     assert len(set(texts)) == 1
 
 
-async def test_the_end_of_a_prompt_is_read_alone_as_if_it_were_all(model: Served) -> None:
-    text = "12+30=42 1+1="
-    ids = model.codec.encode(text)
-    asked: dict[str, Any] = {"max_tokens": 6, "return_token_ids": True, **GREEDY}
-    cut = (await ask(model, prompt=text, truncate_prompt_tokens=4, echo=True, **asked))["choices"]
-    whole = (await ask(model, prompt=[*ids[-4:]], echo=True, **asked))["choices"]
-    assert cut == whole
-    assert cut[0]["prompt_token_ids"] == [*ids[-4:]]
-    long = await ask(model, prompt="1" * 500, truncate_prompt_tokens=-1, **asked)
-    assert long["usage"]["prompt_tokens"] == 128 - 6
-    assert long["usage"]["completion_tokens"] == 6
-    messages = [{"role": "user", "content": "7" * 400}]
-    chat = await ask(
-        model, "chat/completions", messages=messages, truncate_prompt_tokens=9, **asked
-    )
-    assert chat["usage"]["prompt_tokens"] == 9
-
-
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -227,15 +208,14 @@ async def test_the_same_is_asked_over_grpc(model: Served) -> None:
             min_tokens=5,
         ),
         token_ids=rpb.TokenIds(ids=ids),
-        truncate_prompt_tokens=6,
         return_prompt_token_ids=True,
     )
     news = [one async for one in model.stub.Generate(request, timeout=patient(20))]
-    assert [*news[-1].prompt_token_ids] == [*ids[-6:]]
+    assert [*news[-1].prompt_token_ids] == [*ids]
     scores = [score for one in news for score in one.chunk.prompt_scores]
-    assert [len(score.top.token_ids) for score in scores] == [1] * 5
-    wanted = forward([*ids[-6:]])
-    for place, (score, token) in enumerate(zip(scores, ids[-5:], strict=True)):
+    assert [len(score.top.token_ids) for score in scores] == [1] * (len(ids) - 1)
+    wanted = forward([*ids])
+    for place, (score, token) in enumerate(zip(scores, ids[1:], strict=True)):
         assert score.logprob == pytest.approx(float(wanted[place, token]), abs=1e-4)
     tokens = [token for one in news for token in one.chunk.token_ids]
     assert len(tokens) == 5
@@ -255,15 +235,6 @@ async def test_a_text_over_grpc_gets_the_special_tokens_that_it_asks_for(model: 
         ids = model.codec.encode("12+30=", special=special is not False)
         assert tuple(news[-1].prompt_token_ids) == ids
     assert model.codec.encode("12+30=")[1:] == ids
-    messages = '[{"role": "user", "content": "1+1="}]'
-    talk = rpb.Conversation(messages_json=messages)
-    for special in (False, True):
-        request = rpb.GenerateRequest(conversation=talk, add_special_tokens=special, **asked)
-        if special:
-            with pytest.raises(grpc.aio.AioRpcError, match="add_special_tokens: the chat template"):
-                _ = [one async for one in model.stub.Generate(request, timeout=patient(20))]
-        else:
-            assert [one async for one in model.stub.Generate(request, timeout=patient(20))]
 
 
 async def test_what_was_only_scored_leaves_no_turn_and_a_confined_draw_is_not_trained(

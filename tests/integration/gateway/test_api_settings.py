@@ -30,9 +30,7 @@ async def ask(agent: Agent, path: str, **body: Any) -> httpx.Response:
 
 
 async def temperatures(served: Any, agent: Agent) -> list[float]:
-    request = rpb.GetSessionRequest(session_id=agent.id)
-    shown = await served.stub.GetSession(request, timeout=patient(5))
-    return [branch.temperature for branch in shown.branches]
+    return [sample["temperature"] for sample in await agent.export("samples")]
 
 
 async def test_a_gateway_set_to_override_draws_with_the_runs_sampling_and_says_so(

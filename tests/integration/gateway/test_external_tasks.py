@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import grpc
 import pytest
 import redis.asyncio
 from integration.gateway.conftest import Ends
@@ -78,31 +77,16 @@ async def test_a_task_with_an_odd_id_is_led_by_its_agent(serve_gateway: Any, tas
     assert (sample.task_id, sample.reward.value) == (task_id, 1.0)
 
 
-async def test_every_sample_is_claimed_once_by_http_or_grpc_and_rewarded_by_the_agent(
+async def test_every_sample_is_claimed_once_and_rewarded_by_the_agent(
     serve_gateway: Any,
 ) -> None:
     async with (
         serve_gateway(**ONE) as served,
         task_run(served, served.tasks_request(**EXTERNAL, step=3)) as told,
     ):
-        agents = [await claim(served) for _ in range(2)]
-        for _ in range(2):
-            found = await served.stub.OpenSession(
-                rpb.OpenSessionRequest(claim=True, wait_s=5), timeout=patient(10)
-            )
-            assert found.task.answer == ""
-            task = {"id": found.task.task_id, "prompt": found.task.prompt}
-            session = {
-                "id": found.session_id,
-                "api_key": found.api_key,
-                "group_id": found.group_id,
-                "task": task,
-            }
-            agents.append(Agent(served.http, session))
-        nothing = await served.stub.OpenSession(
-            rpb.OpenSessionRequest(claim=True), timeout=patient(5)
-        )
-        assert (nothing.session_id, await claimed(served, wait_s=0)) == ("", None)
+        agents = [await claim(served) for _ in range(4)]
+        assert all("answer" not in agent.session["task"] for agent in agents)
+        assert await claimed(served, wait_s=0) is None
         assert sorted(agent.session["task"]["prompt"] for agent in agents) == [
             "1+1=",
             "1+1=",
@@ -259,16 +243,10 @@ async def test_a_claimer_that_goes_away_takes_no_task(serve_gateway: Any) -> Non
         waiting = asyncio.create_task(
             served.http.post("/v1/sessions", json={"claim": True, "wait_s": 30})
         )
-        by_grpc = served.stub.OpenSession(
-            rpb.OpenSessionRequest(claim=True, wait_s=30), timeout=patient(30)
-        )
-        await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
         await served.http.get("/health")
         waiting.cancel()
-        by_grpc.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         await served.http.get("/health")
-        await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
         async with task_run(served, one_task(served)) as told:
             await solve(await claim(served))
         assert len(samples_of(told)) == 1
@@ -426,19 +404,14 @@ async def nothing_yet(served: Any) -> bool:
 
 
 @pytest.mark.parametrize("wait_s", [0, 30])
-async def test_a_claim_without_a_run_is_refused_at_once_by_http_and_grpc(
-    serve_gateway: Any, wait_s: float
-) -> None:
+async def test_a_claim_without_a_run_is_refused_at_once(serve_gateway: Any, wait_s: float) -> None:
     async with serve_gateway(**ONE) as served:
         claim = {"claim": True, "wait_s": wait_s}
         async with asyncio.timeout(patient(10)):
             refused = await served.http.post("/v1/sessions", json=claim)
-            with pytest.raises(grpc.aio.AioRpcError, match="no run uses this gateway") as told:
-                await served.stub.OpenSession(rpb.OpenSessionRequest(claim=True, wait_s=wait_s))
         assert refused.status_code == 409
         assert refused.json()["error"]["code"] == "no_tasks_offered"
         assert "no run uses this gateway" in refused.json()["error"]["message"]
-        assert told.value.code() == grpc.StatusCode.FAILED_PRECONDITION
 
 
 async def test_a_claim_before_the_run_has_begun_waits_for_it(

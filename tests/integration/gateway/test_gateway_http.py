@@ -108,7 +108,6 @@ BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [5] * 600}, "prompt"),
     ({"prompt": "1", "max_tokens": 0}, "max_tokens"),
     ({"prompt": "1", "suffix": "2"}, "suffix"),
-    ({"prompt": "1", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"prompt": "1", "stream_options": {"include_usage": True}}, "stream_options"),
     ({"prompt": "1", "stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
     ({"prompt": "1", "stop_token_ids": [320]}, "stop_token_ids"),

@@ -19,8 +19,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from paceline.local.patience import patient
-from paceline.services.rollout_gateway.api.http.app import all_routes, document
-from paceline.services.rollout_gateway.api.http.routes import OPERATIONS
+from paceline.services.rollout_gateway.api.http.app import OPERATIONS, all_routes, document
 
 CHECKS = [
     not_a_server_error,

@@ -7,11 +7,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import grpc
 import numpy as np
-import pytest
 import redis.asyncio
 from integration.gateway.conftest import Ends
+from integration.gateway.http_agent import Agent, claimed, opened, task_run, user
 from watched_stream import ledger_record
 
 from paceline.local.patience import patient
@@ -19,7 +18,6 @@ from paceline.services.rollout_gateway.testing.script import scripted_logprob, s
 from paceline.streams import Ledger, RedisStream, decode_features, decode_trajectory, run_key
 from paceline.trajectory import request_seed
 from paceline.v1 import rollout_pb2 as rpb
-from paceline.v1 import trajectory_pb2 as tpb
 
 
 def redis_keys(url: str, run_id: str) -> dict[str, Any]:
@@ -164,88 +162,70 @@ async def test_a_second_caller_takes_over_the_samples_of_one_that_left(
         assert sum(worker.health.tokens_emitted for worker in status.workers) == once
 
 
+def external(served: Any) -> rpb.RunTasksRequest:
+    """One sample of one task that an agent claims and rewards."""
+    request: rpb.RunTasksRequest = served.tasks_request(
+        environment="external", reward="agent", samples_per_task=1
+    )
+    del request.tasks[1:]
+    return request
+
+
+async def claim(served: Any) -> Agent:
+    agent = await claimed(served)
+    assert agent is not None
+    return agent
+
+
+async def continued(agent: Agent, prompt: list[int], max_tokens: int) -> list[int]:
+    """The tokens that the model adds to a prompt."""
+    body = {"prompt": prompt, "max_tokens": max_tokens, "seed": 2, "return_token_ids": True}
+    answer = await agent.post("/v1/completions", body)
+    return list(answer["choices"][0]["token_ids"])
+
+
 async def test_nothing_is_lost_while_redis_is_away_and_admission_stops_at_the_limit(
     serve_gateway: Any, durable_server: Any, run_id: str
 ) -> None:
-    async with serve_gateway(
-        **redis_keys(durable_server.url, run_id), max_unsent_bytes=100
-    ) as served:
-        session = await open_session(served)
-        await generate(served, session, "2+2=")
+    async with (
+        serve_gateway(**redis_keys(durable_server.url, run_id), max_unsent_bytes=100) as served,
+        task_run(served, external(served)),
+    ):
+        agent = await claim(served)
+        await agent.chat([user("2+2=")])
         durable_server.kill()
-        await post(served, session, 0.5)
-        await served.stub.CloseSession(
-            rpb.CloseSessionRequest(session_id=session), timeout=patient(5)
-        )
+        await agent.act("complete", {"reward": 0.5})
         status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
         assert status.unsent_bytes > 100
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await open_session(served)
-        assert raised.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await served.http.post("/v1/sessions", json={})).status_code == 429
         await asyncio.to_thread(durable_server.start)
         async with asyncio.timeout(patient(15)):
             while (
                 await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
             ).unsent_bytes:
                 pass
-        await open_session(served)
+        await opened(served)
     client = redis.asyncio.Redis.from_url(durable_server.url)
     assert (await Ledger(client, run_id).count()).final == 1
     await client.aclose()
 
 
-async def open_session(served: Any, **options: Any) -> str:
-    context = tpb.CommandContext(run_id=served.config.run.id, epoch=1)
-    request = rpb.OpenSessionRequest(**{"trainable": True, "context": context, **options})
-    return str((await served.stub.OpenSession(request, timeout=patient(5))).session_id)
-
-
-async def generate(
-    served: Any, session: str, prompt: str | list[int], **sampling: Any
-) -> list[int]:
-    source = (
-        {"text": prompt} if isinstance(prompt, str) else {"token_ids": rpb.TokenIds(ids=prompt)}
-    )
-    params = tpb.SamplingParams(**{"temperature": 1.0, "max_tokens": 64, "seed": 2, **sampling})
-    request = rpb.GenerateRequest(session_id=session, sampling=params, **source)
-    return [
-        token
-        async for piece in served.stub.Generate(request, timeout=patient(20))
-        for token in piece.chunk.token_ids
-    ]
-
-
-async def post(served: Any, session: str, value: float) -> int:
-    request = rpb.PostRewardRequest(
-        session_id=session, reward=tpb.Reward(value=value, source="test")
-    )
-    return int((await served.stub.PostReward(request, timeout=patient(5))).state)
-
-
 async def test_turns_that_extend_each_other_are_one_branch_and_a_changed_history_forks(
     serve_gateway: Any, redis_url: str, redis_client: redis.asyncio.Redis, run_id: str
 ) -> None:
-    async with serve_gateway(**redis_keys(redis_url, run_id)) as served:
-        session = await open_session(served, group_id="g", group_size=2)
+    async with (
+        serve_gateway(**redis_keys(redis_url, run_id)) as served,
+        task_run(served, external(served)),
+    ):
+        agent = await claim(served)
         prompt = list(served.codec.encode("2+2="))
-        first = await generate(served, session, prompt, max_tokens=3)
+        first = await continued(agent, prompt, max_tokens=3)
         longer = [*prompt, *first, 9, 9]
-        second = await generate(served, session, longer, max_tokens=4)
-        await generate(served, session, [*prompt, 8], max_tokens=2)
-        shown = await served.stub.GetSession(
-            rpb.GetSessionRequest(session_id=session), timeout=patient(5)
-        )
-        assert list(shown.branches[0].token_ids) == [*longer, *second]
-        await post(served, session, 1.0)
-        assert await post(served, session, 1.0) == rpb.SESSION_STATE_OPEN
-        with pytest.raises(grpc.aio.AioRpcError, match="another reward"):
-            await post(served, session, 0.0)
-        closed = await served.stub.CloseSession(
-            rpb.CloseSessionRequest(session_id=session), timeout=patient(5)
-        )
-        assert closed.state == rpb.SESSION_STATE_FINAL
-        with pytest.raises(grpc.aio.AioRpcError, match="has ended"):
-            await post(served, session, 0.0)
+        second = await continued(agent, longer, max_tokens=4)
+        await continued(agent, [*prompt, 8], max_tokens=2)
+        assert (await agent.export("samples"))[0]["token_ids"] == [*longer, *second]
+        await agent.reward(1.0)
+        assert (await agent.act("complete"))["state"] == "final"
         branches = [
             decode_trajectory(e.fields, e.payload)
             for e in await appended(redis_client, run_id, "trajectories", 2)
@@ -256,47 +236,19 @@ async def test_turns_that_extend_each_other_are_one_branch_and_a_changed_history
         assert fork.loss_mask == (0,) * 6 + (1,) * 2
 
 
-async def test_a_session_without_a_reward_is_never_published(
-    serve_gateway: Any, redis_url: str, redis_client: redis.asyncio.Redis, run_id: str
-) -> None:
-    async with serve_gateway(**redis_keys(redis_url, run_id)) as served:
-        session = await open_session(served)
-        await generate(served, session, "2+2=")
-        closed = await served.stub.CloseSession(
-            rpb.CloseSessionRequest(session_id=session), timeout=patient(5)
-        )
-        assert closed.state == rpb.SESSION_STATE_UNSCORED
-    assert (await Ledger(redis_client, run_id).count()).final == 0
-    record = await ledger_record(Ledger(redis_client, run_id), f"{session}/0")
-    assert record is not None
-    assert record["reason"] == "unscored"
-
-
-async def test_sampling_that_cannot_be_trained_is_refused_unless_the_session_says_so(
-    serve_gateway: Any,
-) -> None:
-    async with serve_gateway() as served:
-        with pytest.raises(grpc.aio.AioRpcError, match="cannot be trained"):
-            await generate(served, await open_session(served), "2+2=", top_k=5)
-        free = await open_session(served, trainable=False)
-        assert await generate(served, free, "2+2=", top_k=5)
-
-
-async def test_silent_sessions_end_by_time_out_and_their_number_is_bounded(
+async def test_the_number_of_open_sessions_is_bounded_until_silent_sessions_end(
     serve_gateway: Any,
 ) -> None:
     async with serve_gateway(
         engine={"workers": 1}, sessions={"timeout_s": 0.3, "limit": 1}
     ) as served:
-        session = await open_session(served)
-        with pytest.raises(grpc.aio.AioRpcError, match="too many sessions"):
-            await open_session(served)
+        agent = await opened(served)
+        refused = await served.http.post("/v1/sessions", json={})
+        assert refused.status_code == 429
+        assert "too many sessions" in refused.json()["error"]["message"]
         async with asyncio.timeout(patient(5)):
             while (
                 await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
             ).open_sessions:
                 pass
-        shown = await served.stub.GetSession(
-            rpb.GetSessionRequest(session_id=session), timeout=patient(5)
-        )
-        assert shown.state == rpb.SESSION_STATE_UNSCORED
+        assert (await agent.show())["state"] == "unscored"

@@ -85,11 +85,10 @@ async def test_names_of_another_gateway_are_refused_with_its_address(pair: Pair)
             error = response.json()["error"]
             assert error["code"] == "other_gateway"
             assert second.http.base_url.netloc.decode() in error["message"]
-        reward = rpb.PostRewardRequest(session_id=agent.id)
-        reward.reward.value = 1
+        request = rpb.GenerateRequest(session_id=agent.id, text="1+1=")
         address = second.config.addresses.gateway
         with pytest.raises(FailedPrecondition, match=address) as refused, rpc_errors():
-            await first.stub.PostReward(reward, timeout=patient(5))
+            await first.stub.Generate(request, timeout=patient(5)).read()
         assert refused.value.reason == "OTHER_GATEWAY"
         unknown = await first.http.get("/v1/sessions/7-0123456789abcdef0123456789abcdef")
         assert unknown.status_code == 404

@@ -223,28 +223,3 @@ async def test_a_claimed_session_joins_the_agents_trace_and_the_steps(
     for one in (led, append):
         assert [link.split("-")[2] for link in one["links"]] == [own["span_id"]]
     assert led["attributes"][names.SESSION_ID] == own["attributes"][names.SESSION_ID] == agent.id
-
-
-async def test_a_session_claimed_over_grpc_hangs_below_its_callers_span(
-    serve_gateway: Any, spans_dir: Path, redis_url: str, run_id: str
-) -> None:
-    keys = {"trajectories": True, "redis": {"durable_url": redis_url}, "run": {"id": run_id}}
-    async with serve_gateway(**keys) as served:
-        request = served.tasks_request(environment="external", reward="agent", samples_per_task=1)
-        del request.tasks[1:]
-        async with task_run(served, request):
-            asked = rpb.OpenSessionRequest(claim=True, wait_s=5)
-            with telemetry.span("caller", parent=telemetry.extract(HEADER)):
-                found = await served.stub.OpenSession(asked, timeout=patient(20))
-            agent = Agent(served.http, {"api_key": found.api_key})
-            await agent.act("complete")
-    spans = spans_of(spans_dir)
-    (own,) = [one for one in spans if one["name"] == names.AGENT_SESSION]
-    by_id = {one["span_id"]: one for one in spans}
-    server = by_id[own["parent_id"]]
-    client = by_id[server["parent_id"]]
-    assert [(one["name"], one["kind"]) for one in (server, client)] == [
-        ("RolloutService.OpenSession", "server"),
-        ("RolloutService.OpenSession", "client"),
-    ]
-    assert by_id[client["parent_id"]]["name"] == "caller"

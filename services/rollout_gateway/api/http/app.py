@@ -1,4 +1,4 @@
-"""Makes the ASGI application: its routes, its OpenAPI document and the layer around requests.
+"""Makes the ASGI application: its operations, their OpenAPI document and the layer around requests.
 
 On loopback the gateway trusts every client, and a page in its user's browser can reach it too. Such
 a page may use its own name that resolves to loopback (DNS rebinding): its Host is foreign. Or it
@@ -7,10 +7,11 @@ requests.py).
 """
 
 import functools
+import importlib.metadata
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
-from importlib.metadata import version
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,10 +29,141 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paceline import telemetry
 from paceline.errors import InternalError, InvalidInput, NotFound, PacelineError
 from paceline.rpc import names_loopback
-from paceline.services.rollout_gateway import metrics
-from paceline.services.rollout_gateway.api.http import answers, responses, routes
+from paceline.services.rollout_gateway import metrics as instruments
+from paceline.services.rollout_gateway.api.http import (
+    answers,
+    anthropic,
+    openai,
+    requests,
+    responses,
+    sessions,
+    tokens,
+)
+from paceline.services.rollout_gateway.api.http.streaming import Handler, generating
 from paceline.services.rollout_gateway.gateway import Gateway
 from paceline.telemetry import extract, names, span
+
+SCRAPE_DEADLINE_S = 5.0
+"""Maximum seconds of a worker's answer to a scrape; a later worker keeps its last values.
+Prometheus itself waits 10 s by default.
+"""
+
+
+async def health(request: Request) -> Response:
+    """200 while at least one worker serves."""
+    gateway = requests.gateway_of(request)
+    ready = len(gateway.router.processes())
+    body = {"status": "ok" if ready else "starting", "model": gateway.model, "workers": ready}
+    return JSONResponse(body, status_code=200 if ready else 503)
+
+
+async def models(request: Request) -> Response:
+    """The served model, under each of its names."""
+    await requests.caller_of(request)
+    names = requests.model_names(requests.gateway_of(request))
+    return JSONResponse({"object": "list", "data": [_model(request, name) for name in names]})
+
+
+async def model(request: Request) -> Response:
+    """The model of that name."""
+    await requests.caller_of(request)
+    name = str(request.path_params["name"])
+    requests.check_model(requests.gateway_of(request), name)
+    return JSONResponse(_model(request, name))
+
+
+async def version(request: Request) -> Response:
+    """The version of Paceline."""
+    await requests.caller_of(request)
+    return JSONResponse({"version": importlib.metadata.version("paceline")})
+
+
+async def show_metrics(request: Request) -> Response:
+    """Every instrument of the process in Prometheus text format; polls the workers first."""
+    await requests.require_token(request)
+    await requests.gateway_of(request).router.healths(SCRAPE_DEADLINE_S)
+    return Response(telemetry.prometheus_page(), media_type=telemetry.PROMETHEUS_TYPE)
+
+
+def _model(request: Request, name: str) -> dict[str, Any]:
+    gateway = requests.gateway_of(request)
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "paceline",
+        "max_model_len": gateway.router.ready.max_sequence_tokens,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One method of one path."""
+
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    body: type[BaseModel] | None = None
+    statuses: tuple[int, ...] = (200,)  # besides errors
+    query: tuple[dict[str, Any], ...] = ()
+    open: bool = False  # needs no key
+
+
+def _generate(path: str, summary: str, kind: type[Any]) -> Operation:
+    return Operation("post", path, generating(kind), summary, kind.body_type)
+
+
+_ONE = "/v1/sessions/{id}"
+_STORED = "/v1/responses/{id}"
+_FORM = {"name": "form", "in": "query", "schema": {"enum": ["tree", "samples"], "default": "tree"}}
+OPERATIONS = (
+    Operation("get", "/health", health, "Whether a worker serves", statuses=(200, 503), open=True),
+    Operation("get", "/v1/models", models, "The served model under each name"),
+    Operation("get", "/v1/models/{name}", model, "One model"),
+    Operation("get", "/version", version, "The version of Paceline"),
+    Operation(
+        "post", "/tokenize", tokens.tokenize, "Tokens of a text or chat", tokens.TokenizeBody
+    ),
+    Operation("post", "/detokenize", tokens.detokenize, "Text of tokens", tokens.DetokenizeBody),
+    _generate("/v1/completions", "OpenAI's completions", openai.CompletionAnswers),
+    _generate("/v1/chat/completions", "OpenAI's chat", openai.ChatAnswers),
+    _generate("/v1/responses", "OpenAI's responses", responses.ResponsesAnswers),
+    Operation("get", _STORED, responses.show, "A stored response"),
+    Operation("delete", _STORED, responses.delete, "Delete a stored response"),
+    _generate("/v1/messages", "Anthropic's messages", anthropic.AnthropicAnswers),
+    Operation(
+        "post",
+        "/v1/messages/count_tokens",
+        tokens.count_tokens,
+        "Tokens of a conversation",
+        anthropic.ConversationBody,
+    ),
+    Operation(
+        "post",
+        "/v1/sessions",
+        sessions.open_session,
+        "Open a session; 204: no task in time",
+        sessions.OpenBody,
+        statuses=(201, 204),
+    ),
+    Operation("get", _ONE, sessions.show, "A session"),
+    Operation("get", f"{_ONE}/export", sessions.export, "Its tree or samples", query=(_FORM,)),
+    Operation(
+        "post", f"{_ONE}/reward", sessions.reward, "Reward it or a turn", sessions.RewardBody
+    ),
+    Operation("post", f"{_ONE}/complete", sessions.complete, "Complete it", sessions.CompleteBody),
+    Operation("post", f"{_ONE}/abort", sessions.abort, "Abort it"),
+    Operation("post", f"{_ONE}/fail", sessions.fail, "End it as failed", sessions.FailBody),
+    Operation(
+        "post",
+        "/v1/rewards",
+        sessions.completion_reward,
+        "Reward a completion",
+        sessions.CompletionRewardBody,
+    ),
+)
+
 
 NOTED = {"x-paceline-ignored": "ignored", "x-paceline-overridden": "overridden"}
 """Header of an answer -> attribute of the request's state, a sequence of texts."""
@@ -70,7 +202,7 @@ class HttpFront:
         started = time.perf_counter()
         about = {names.HTTP_METHOD: scope["method"]}
         carrier = dict(Request(scope).headers)
-        metrics.HTTP_OPEN.record(1)
+        instruments.HTTP_OPEN.record(1)
         try:
             with span(names.HTTP_REQUEST, about, kind="server", parent=extract(carrier)) as current:
                 try:
@@ -79,10 +211,10 @@ class HttpFront:
                     current.set_attribute(names.HTTP_ROUTE, _route(scope))
                     current.set_attribute(names.HTTP_STATUS, status)
         finally:
-            metrics.HTTP_OPEN.record(-1)
+            instruments.HTTP_OPEN.record(-1)
             labels = {"route": _route(scope), "status": str(status)}
-            metrics.HTTP_REQUESTS.record(**labels)
-            metrics.HTTP_DURATION.record(time.perf_counter() - started, **labels)
+            instruments.HTTP_REQUESTS.record(**labels)
+            instruments.HTTP_DURATION.record(time.perf_counter() - started, **labels)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request, app = Request(scope), self._app
@@ -138,7 +270,7 @@ def document() -> dict[str, Any]:
     """The OpenAPI document, made once: requests with their schemas, answers with their statuses."""
     paths: dict[str, dict[str, Any]] = {}
     bodies: list[type[BaseModel]] = []
-    for operation in routes.OPERATIONS:
+    for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _described(operation)
         bodies += [operation.body] if operation.body is not None else []
     _, made = models_json_schema(
@@ -146,19 +278,22 @@ def document() -> dict[str, Any]:
     )
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Paceline's rollout gateway", "version": version("paceline")},
+        "info": {
+            "title": "Paceline's rollout gateway",
+            "version": importlib.metadata.version("paceline"),
+        },
         "paths": paths,
         "components": {"schemas": made["$defs"], "securitySchemes": SCHEMES},
         "security": [{name: []} for name in SCHEMES],
     }
 
 
-async def show(request: Request) -> Response:
+async def show_document(request: Request) -> Response:
     """GET /openapi.json; it needs no key."""
     return JSONResponse(document())
 
 
-def _described(operation: routes.Operation) -> dict[str, Any]:
+def _described(operation: Operation) -> dict[str, Any]:
     text = {"type": "string", "minLength": 1, "pattern": "^[^/]+$"}
     named = [part[1:-1] for part in operation.path.split("/") if part.startswith("{")]
     errors = () if operation.open else WRITE if operation.method == "post" else READ
@@ -207,9 +342,9 @@ def build_app(gateway: Gateway, *, loopback: bool = True) -> ASGIApp:
 def all_routes() -> list[Route]:
     """Every path and its handler."""
     return [
-        Route("/metrics", routes.metrics),
-        Route("/openapi.json", show),
-        *(Route(one.path, one.handler, methods=[one.method]) for one in routes.OPERATIONS),
+        Route("/metrics", show_metrics),
+        Route("/openapi.json", show_document),
+        *(Route(one.path, one.handler, methods=[one.method]) for one in OPERATIONS),
     ]
 
 

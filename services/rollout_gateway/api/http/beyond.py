@@ -19,8 +19,6 @@ from paceline.errors import InvalidInput
 SHOWN_CHARACTERS = 100
 NOTHING: tuple[Any, ...] = (None, "", [], {})
 """Values that request nothing."""
-Values = tuple[Any, ...] | None
-"""Allowed values of a field; None: any."""
 _SCALARS = (str, int, float, type(None))
 """Types of most fields. They get a quick test first, since the test for a model is slow."""
 
@@ -45,8 +43,9 @@ class FieldError(InvalidInput):
 class Beyond:
     """Undeclared fields that an API accepts."""
 
-    harmless: Mapping[str, Values] = field(default_factory=dict)
-    neutral: Mapping[str, Values] = field(default_factory=dict)
+    harmless: frozenset[str] = frozenset()
+    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Fields with their allowed values; harmless fields without an entry may have any value."""
     unread: Mapping[str, str] = field(default_factory=dict)
     """Parts of messages that a chat template may leave out, with the path of each part."""
 
@@ -59,10 +58,9 @@ class Beyond:
         for path, spelled, value in _extras(body, "", ""):
             if value in NOTHING:
                 continue
-            if _among(value, self.harmless, path):
-                ignored.add(path)
-            elif not _among(value, self.neutral, path):
-                allowed = (self.neutral.get(path) or ()) + (self.harmless.get(path) or ())
+            allowed = self.neutral.get(path, ())
+            listed = any(type(one) is type(value) and one == value for one in allowed)
+            if not listed and (allowed or path not in self.harmless):
                 raise FieldError(
                     spelled,
                     "is not served",
@@ -70,14 +68,9 @@ class Beyond:
                     seen=repr(value)[:SHOWN_CHARACTERS],
                     allowed=" or ".join(map(repr, allowed)) if allowed else "none",
                 )
+            if path in self.harmless:
+                ignored.add(path)
         return tuple(sorted(ignored))
-
-
-def _among(value: object, table: Mapping[str, Values], path: str) -> bool:
-    if path not in table:
-        return False
-    allowed = table[path]
-    return allowed is None or any(type(one) is type(value) and one == value for one in allowed)
 
 
 def _extras(value: Any, path: str, spelled: str) -> Iterator[tuple[str, str, Any]]:
@@ -101,9 +94,9 @@ def _extras(value: Any, path: str, spelled: str) -> Iterator[tuple[str, str, Any
             yield from _extras(given, f"{path}{dot}{shown}", f"{spelled}{dot}{shown}")
 
 
-def _accept(paths: str, *values: Any) -> dict[str, Values]:
-    """Accept each path of the text with these values; without values, with any."""
-    return dict.fromkeys(paths.split(), values or None)
+def _accept(paths: str, *values: Any) -> dict[str, tuple[Any, ...]]:
+    """Accept each path of the text with these values."""
+    return dict.fromkeys(paths.split(), values)
 
 
 _OF_A_CALLER = """
@@ -141,9 +134,9 @@ _SAMPLED = {
 }
 """vLLM's and SGLang's own parameters, at values that disable them."""
 
-COMPLETIONS = Beyond(_accept(_OF_COMPLETIONS), _SAMPLED)
+COMPLETIONS = Beyond(frozenset(_OF_COMPLETIONS.split()), _SAMPLED)
 CHAT = Beyond(
-    _accept(f"{_OF_COMPLETIONS} {_CHAT_MESSAGES} prediction reasoning_effort verbosity"),
+    frozenset(f"{_OF_COMPLETIONS} {_CHAT_MESSAGES} prediction reasoning_effort verbosity".split()),
     {
         **_SAMPLED,
         **_CHAT_PARTS,
@@ -154,19 +147,20 @@ CHAT = Beyond(
     },
     {"name": "messages[].name", "reasoning": "messages[].reasoning_content"},
 )
-TOKENS = Beyond(_accept(_CHAT_MESSAGES), {**_CHAT_PARTS, **_accept("return_token_strs", False)})
+TOKENS = Beyond(
+    frozenset(_CHAT_MESSAGES.split()), {**_CHAT_PARTS, **_accept("return_token_strs", False)}
+)
+_OF_RESPONSES = f"""{_OF_A_CALLER}
+    client_metadata include max_tool_calls reasoning stream_options text.verbosity
+    text.format.description input[].id input[].status input[].phase
+    input[].encrypted_content input[].parsed_arguments input[].provider_specific_fields
+    input[].content[].annotations input[].content[].logprobs input[].content[].parsed
+    input[].content[].provider_specific_fields
+"""
 RESPONSES = Beyond(
+    frozenset(_OF_RESPONSES.split()),
     {
-        **_accept(f"""{_OF_A_CALLER}
-            client_metadata max_tool_calls reasoning stream_options text.verbosity
-            text.format.description input[].id input[].status input[].phase
-            input[].encrypted_content input[].parsed_arguments input[].provider_specific_fields
-            input[].content[].annotations input[].content[].logprobs input[].content[].parsed
-            input[].content[].provider_specific_fields
-        """),
         **_accept("include", ["reasoning.encrypted_content"]),
-    },
-    {
         **_accept("priority top_logprobs", 0),
         **_accept("top_k", -1),
         **_accept("min_p", 0.0),
@@ -174,21 +168,21 @@ RESPONSES = Beyond(
         **_accept("truncation", "disabled"),
         **_accept("background", False),
         **_accept("text.format.strict", True, False),
-        **_accept("input[].content[].type input[].summary[].type"),
     },
     {"reasoning": "input[].summary"},
 )
+_OF_MESSAGES = """
+    metadata service_tier inference_geo thinking context_management cache_control
+    output_config.effort system[].cache_control system[].citations
+    messages[].provider_specific_fields messages[].content[].provider_specific_fields
+    messages[].content[].cache_control messages[].content[].citations
+    messages[].content[].signature messages[].content[].data messages[].content[].caller
+    messages[].content[].content[].cache_control messages[].content[].content[].citations
+    tools[].cache_control tools[].eager_input_streaming tools[].input_examples tools[].strict
+    tool_choice.disable_parallel_tool_use
+"""
 MESSAGES = Beyond(
-    _accept("""
-        metadata service_tier inference_geo thinking context_management cache_control
-        output_config.effort system[].cache_control system[].citations
-        messages[].provider_specific_fields messages[].content[].provider_specific_fields
-        messages[].content[].cache_control messages[].content[].citations
-        messages[].content[].signature messages[].content[].data messages[].content[].caller
-        messages[].content[].content[].cache_control messages[].content[].content[].citations
-        tools[].cache_control tools[].eager_input_streaming tools[].input_examples tools[].strict
-        tool_choice.disable_parallel_tool_use
-    """),
+    frozenset(_OF_MESSAGES.split()),
     _accept("tools[].defer_loading", False),
     {"reasoning": "messages[].content[].thinking"},
 )

@@ -128,8 +128,7 @@ class _Choices(answers.Answers[B]):
             raise InvalidInput(
                 "prompts times n is too many", seen=count, allowed=MAX_REQUESTS_PER_CALL
             )
-        kept = self.body.truncate_prompt_tokens
-        return replace(super()._asked(), count=self.body.n, special=special, kept=kept)
+        return replace(super()._asked(), count=self.body.n, special=special)
 
     def whole(self, calls: Sequence[Call]) -> dict[str, Any]:
         choices = [
@@ -283,9 +282,8 @@ class CompletionAnswers(_Choices[openai_schema.CompletionBody]):
         """The prompt of a choice as text: the given text, or the decoded tokens."""
         if index not in self._echoes:
             given = self.body.prompts()[index // self.body.n]
-            asked = isinstance(given, str) and not call.plan.cut
-            text = given if asked else self._gateway.codec.decode_all(call.plan.prompt)
-            self._echoes[index] = str(text)
+            text = given if isinstance(given, str) else self._gateway.codec.decode_all(given)
+            self._echoes[index] = text
         return self._echoes[index]
 
     def _prompt_logprobs(self, call: Call, text: str) -> dict[str, Any]:

@@ -37,17 +37,10 @@ class ResponseFormat(shapes.Shape):
         return json.dumps(named or {})
 
 
-JsonDemand = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[shapes.JsonObject, Tag("<other>")],
-    shapes.TEXT_OR_OTHER,
-]
-"""A schema, or its text."""
-
-
 class StructuredOutputs(shapes.Shape):
     """The required structure of the answer in vLLM's format: exactly one field is set."""
 
-    json_demand: JsonDemand | None = Field(None, alias="json")
+    json_demand: shapes.TextOr[shapes.JsonObject] | None = Field(None, alias="json")
     regex: str | None = None
     choice: list[str] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
     grammar: str | None = None
@@ -100,28 +93,24 @@ Prompt = Annotated[
 class StreamOptions(shapes.Shape):
     """Options of a stream."""
 
-    include_usage: shapes.Off = False
+    include_usage: bool = False
 
 
 class GenerationBody(shapes.SampledBody):
     """Fields of both kinds of completion."""
 
-    n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS), shapes.NullIs(1)] = 1
+    n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] = 1
     top_k: shapes.TopK = 0
-    min_p: Annotated[float, shapes.within("min_p"), shapes.NullIs(0.0)] = 0.0
-    presence_penalty: Annotated[float, shapes.within("presence_penalty"), shapes.NullIs(0.0)] = 0.0
-    frequency_penalty: Annotated[float, shapes.within("frequency_penalty"), shapes.NullIs(0.0)] = (
-        0.0
-    )
+    min_p: Annotated[float, shapes.within("min_p")] = 0.0
+    presence_penalty: Annotated[float, shapes.within("presence_penalty")] = 0.0
+    frequency_penalty: Annotated[float, shapes.within("frequency_penalty")] = 0.0
     # From here to return_tokens_as_token_ids, fields that OpenAI lacks have vLLM's names.
-    repetition_penalty: Annotated[
-        float, shapes.within("repetition_penalty"), shapes.NullIs(1.0)
-    ] = 1.0
-    min_tokens: Annotated[int, shapes.within("min_tokens", whole=True), shapes.NullIs(0)] = 0
+    repetition_penalty: Annotated[float, shapes.within("repetition_penalty")] = 1.0
+    min_tokens: Annotated[int, shapes.within("min_tokens", whole=True)] = 0
     # JSON has the ids as text.
     logit_bias: dict[BiasedToken, Bias] | None = Field(None, max_length=sampling.MAX_BIASED_TOKENS)
     stop_token_ids: list[TokenId] | None = Field(None, max_length=sampling.MAX_STOP_TOKENS)
-    include_stop_str_in_output: shapes.Off = False
+    include_stop_str_in_output: bool = False
     allowed_token_ids: list[TokenId] | None = Field(
         None, min_length=1, max_length=sampling.MAX_ALLOWED_TOKENS
     )
@@ -129,10 +118,9 @@ class GenerationBody(shapes.SampledBody):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     prompt_logprobs: shapes.TopLogprobs | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=INT_LIMIT)] | None = None
-    ignore_eos: shapes.Off = False  # continue after an end token
-    return_token_ids: shapes.Off = False  # token_ids in each choice, prompt_token_ids
-    return_tokens_as_token_ids: shapes.Off = False  # log-probs show a token as "token_id:7"
+    ignore_eos: bool = False  # continue after an end token
+    return_token_ids: bool = False  # token_ids in each choice, prompt_token_ids
+    return_tokens_as_token_ids: bool = False  # log-probs show a token as "token_id:7"
 
     def wanted_prompt_logprobs(self) -> int | None:
         return self.prompt_logprobs
@@ -175,10 +163,9 @@ class CompletionBody(GenerationBody):
     # 0 with echo or prompt_logprobs: the prompt is scored and no token is generated.
     max_tokens: Annotated[int, Field(ge=0, lt=INT_LIMIT)] | None = 16
     logprobs: shapes.TopLogprobs | None = None
-    echo: shapes.Off = False
-    add_special_tokens: shapes.On = (
-        True  # as in vLLM: bos before a text, even if the text begins with it
-    )
+    echo: bool = False
+    # as in vLLM: bos before a text, even if the text begins with it
+    add_special_tokens: bool = True
     best_of: int | None = None
 
     def wanted_logprobs(self) -> int | None:
@@ -282,18 +269,11 @@ class ChatBody(shapes.ToolsShape, GenerationBody):
     strict_field = "tools[].function.strict"
     messages: shapes.Several[ChatMessage] = Field(min_length=1, max_length=shapes.MAX_MESSAGES)
     max_completion_tokens: shapes.Limit | None = None
-    logprobs: shapes.Off = False
+    logprobs: bool = False
     top_logprobs: shapes.TopLogprobs | None = None
     tools: shapes.Several[ToolBody] | None = Field(None, max_length=shapes.MAX_TOOLS)
-    tool_choice: (
-        Annotated[
-            Annotated[Literal["auto", "none", "required"], Tag("<text>")]
-            | Annotated[NamedTool, Tag("<other>")],
-            shapes.TEXT_OR_OTHER,
-        ]
-        | None
-    ) = None
-    parallel_tool_calls: shapes.On = True
+    tool_choice: shapes.ChoiceOr[NamedTool] | None = None
+    parallel_tool_calls: bool = True
 
     @property
     def one_call(self) -> bool:

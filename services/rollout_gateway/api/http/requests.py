@@ -6,7 +6,7 @@ checking its values would delay other requests.
 
 import asyncio
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -164,15 +164,12 @@ async def read(request: Request, kind: type[B]) -> B:
     return body
 
 
-def judged(kind: type[B], raw: bytes | Mapping[str, object]) -> tuple[B, tuple[str, ...]]:
-    """Check a body from JSON or from its fields; returns it with its harmless fields that are not
-    served. Empty bytes mean no fields. Raises FieldError.
+def judged(kind: type[B], raw: bytes) -> tuple[B, tuple[str, ...]]:
+    """Check a body; returns it with its harmless fields that are not served. Empty bytes mean no
+    fields. Raises FieldError.
     """
     try:
-        if isinstance(raw, Mapping):
-            body = kind.model_validate(raw)
-        else:
-            body = kind.model_validate_json(raw or b"{}")
+        body = kind.model_validate_json(raw or b"{}")
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         given = first.get("input")
@@ -181,11 +178,6 @@ def judged(kind: type[B], raw: bytes | Mapping[str, object]) -> tuple[B, tuple[s
         seen = _SEEN.repr(given)[:SHOWN_CHARACTERS]
         raise FieldError(_spelled(first["loc"]), str(first["msg"]), seen=seen) from None
     return body, kind.undeclared.judge(body)
-
-
-def parse(kind: type[B], raw: bytes | Mapping[str, object]) -> B:
-    """Check a body without returning its harmless fields."""
-    return judged(kind, raw)[0]
 
 
 def _spelled(loc: tuple[Any, ...]) -> str:

@@ -43,6 +43,7 @@ class OutputItem(shapes.Shape):
 class ReasoningText(shapes.Shape):
     """A piece of reasoning."""
 
+    type: str = ""
     text: str
 
 
@@ -65,11 +66,7 @@ Item = Annotated[
     | Annotated[ReasoningItem, Tag("<reasoning>")],
     shapes.by_type("message"),
 ]
-Items = Annotated[
-    Annotated[str, Tag("<text>")]
-    | Annotated[shapes.Several[Item], Tag("<other>"), Field(max_length=shapes.MAX_MESSAGES)],
-    shapes.TEXT_OR_OTHER,
-]
+Items = shapes.TextOr[Annotated[shapes.Several[Item], Field(max_length=shapes.MAX_MESSAGES)]]
 
 
 class FunctionKind(shapes.Shape):
@@ -111,17 +108,10 @@ class ResponsesBody(shapes.ToolsShape, shapes.SampledBody):
     input: Items
     instructions: str | None = None
     previous_response_id: str | None = None
-    store: shapes.On = True
+    store: bool = True
     tools: shapes.Several[FlatTool] | None = Field(None, max_length=shapes.MAX_TOOLS)
-    tool_choice: (
-        Annotated[
-            Annotated[Literal["auto", "none", "required"], Tag("<text>")]
-            | Annotated[NamedFunctionTool, Tag("<other>")],
-            shapes.TEXT_OR_OTHER,
-        ]
-        | None
-    ) = None
-    parallel_tool_calls: shapes.On = True
+    tool_choice: shapes.ChoiceOr[NamedFunctionTool] | None = None
+    parallel_tool_calls: bool = True
     max_tokens: shapes.Limit | None = Field(None, alias="max_output_tokens")
     text: TextConfig | None = None
     metadata: dict[str, str] | None = Field(None, max_length=16)

@@ -35,9 +35,7 @@ class OpenBody(shapes.Shape):
     wait_s: float = Field(0, ge=0, le=MAX_WAIT_S)
     override_sampling: bool | None = None
 
-    def assignment(
-        self, run_id: str, config: SessionsConfig, step: int = 0, *, open_group: bool = True
-    ) -> sessions.Assignment:
+    def assignment(self, run_id: str, config: SessionsConfig) -> sessions.Assignment:
         """The assignment of the session."""
         own = self.model_dump(exclude={"claim", "wait_s", "override_sampling"})
         override = self.override_sampling
@@ -45,11 +43,10 @@ class OpenBody(shapes.Shape):
             override = config.untrainable == "override"
         return sessions.Assignment(
             run_id,
-            step,
             **own,
             override=override,
             temperature=config.temperature,
-            open_group=open_group,
+            open_group=True,
         )
 
 

@@ -8,19 +8,20 @@ identifiers: error paths leave them out.
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
+    AliasChoices,
     BaseModel,
     ConfigDict,
     Discriminator,
     Field,
-    GetCoreSchemaHandler,
     Tag,
+    model_validator,
 )
-from pydantic_core import PydanticCustomError, core_schema
+from pydantic_core import PydanticCustomError
 
 from paceline import config
 from paceline.services.rollout_gateway.api.http import beyond
@@ -45,9 +46,12 @@ def _publish(schema: dict[str, Any], kind: type[Any]) -> None:
     empty.
     """
     schema["additionalProperties"] = {"enum": [*beyond.NOTHING]}
-    for name, values in kind.undeclared.harmless.items():
-        if values is None and name.isidentifier():
-            schema["properties"].setdefault(name, {"description": "Accepted and ignored."})
+    properties, required = schema["properties"], schema.get("required", ())
+    for name in properties.keys() - required:
+        properties[name] = {"anyOf": [properties[name], {"type": "null"}]}
+    table = kind.undeclared
+    for name in filter(str.isidentifier, table.harmless - table.neutral.keys()):
+        properties.setdefault(name, {"description": "Accepted and ignored."})
 
 
 class Shape(BaseModel):
@@ -57,21 +61,13 @@ class Shape(BaseModel):
     undeclared: ClassVar[beyond.Beyond] = beyond.Beyond()
     """Accepted undeclared fields of a body."""
 
-
-@dataclass(frozen=True, slots=True)
-class NullIs:
-    """Gives null a value: clients send null for fields that their users left open."""
-
-    value: Any
-
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> core_schema.CoreSchema:
-        inner = core_schema.nullable_schema(handler(source))
-        return core_schema.no_info_after_validator_function(self._given, inner)
-
-    def _given(self, value: Any) -> Any:
-        return self.value if value is None else value
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        """Null requests nothing: clients send it for fields that their users left open."""
+        if not isinstance(value, dict):
+            return value
+        return {name: one for name, one in value.items() if one is not None}
 
 
 def by_type(default: str = "") -> Discriminator:
@@ -92,14 +88,6 @@ def by_type(default: str = "") -> Discriminator:
     )
 
 
-def _text_or_other(value: Any) -> str:
-    return "<text>" if isinstance(value, str) else "<other>"
-
-
-TEXT_OR_OTHER = Discriminator(_text_or_other)
-"""Chooses between the branches tagged `<text>` and `<other>`."""
-
-
 def _plain(value: Any, depth: int = 0) -> Any:
     if depth > MAX_JSON_DEPTH:
         raise PydanticCustomError(
@@ -117,6 +105,14 @@ def _plain(value: Any, depth: int = 0) -> Any:
 
 
 T = TypeVar("T")
+_BY_TEXT = Discriminator(lambda value: "<text>" if isinstance(value, str) else "<other>")
+TextOr = Annotated[Annotated[str, Tag("<text>")] | Annotated[T, Tag("<other>")], _BY_TEXT]
+"""A text, or another type."""
+ChoiceOr = Annotated[
+    Annotated[Literal["auto", "none", "required"], Tag("<text>")] | Annotated[T, Tag("<other>")],
+    _BY_TEXT,
+]
+"""OpenAI's tool_choice: a mode, or the shape of a named tool."""
 Several = Annotated[list[T], Field(fail_fast=True)]
 """A list that reports only its first wrong item: finding all wrong items takes long."""
 Arguments = Annotated[str, Field(max_length=MAX_ARGUMENTS)]
@@ -128,38 +124,13 @@ JsonObject = Annotated[dict[str, Any], AfterValidator(_plain)]
 
 
 class TextPart(Shape):
-    """A text part of a content."""
+    """A text part of a content; a model's refusal counts as text."""
 
-    type: Literal["text", "input_text", "output_text"]
-    text: str
-
-
-class RefusalPart(Shape):
-    """A model's refusal; counts as text."""
-
-    type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        return self.refusal
+    type: Literal["text", "input_text", "output_text", "refusal"]
+    text: str = Field(validation_alias=AliasChoices("text", "refusal"))
 
 
-def _refusal_or_text(value: Any) -> str:
-    refused = isinstance(value, RefusalPart) or (
-        isinstance(value, dict) and value.get("type") == "refusal"
-    )
-    return "<refusal>" if refused else "<text>"
-
-
-Part = Annotated[
-    Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")],
-    Discriminator(_refusal_or_text),
-]
-Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[Several[Part], Tag("<other>")],
-    TEXT_OR_OTHER,
-]
+Content = TextOr[Several[TextPart]]
 """Text, or parts of text."""
 
 
@@ -175,27 +146,15 @@ def within(name: str, *, whole: bool = False) -> Any:
     )
 
 
-Temperature = Annotated[config.Temperature, NullIs(1.0)]
-TopP = Annotated[float, within("top_p"), NullIs(1.0)]
+TopP = Annotated[float, within("top_p")]
 Limit = Annotated[int, within("max_tokens", whole=True)]
 TopK = Annotated[
-    int,
-    Field(ge=-1, le=RANGES["top_k"].high),
-    AfterValidator(lambda count: max(count, 0)),
-    NullIs(0),
+    int, Field(ge=-1, le=RANGES["top_k"].high), AfterValidator(lambda count: max(count, 0))
 ]
-"""-1 and null disable top_k, as 0 does."""
+"""-1 disables top_k, as 0 does."""
 TopLogprobs = Annotated[int, within("top_logprobs", whole=True)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-Off = Annotated[bool, NullIs(False)]
-On = Annotated[bool, NullIs(True)]
-
-
-Stop = Annotated[
-    Annotated[str, Tag("<text>")]
-    | Annotated[list[str], Field(max_length=MAX_STOPS), Tag("<other>")],
-    TEXT_OR_OTHER,
-]
+Stop = TextOr[Annotated[list[str], Field(max_length=MAX_STOPS)]]
 """One or several texts that end the answer."""
 
 
@@ -210,8 +169,8 @@ class SampledBody(Shape):
     """The body of a request that generates."""
 
     model: str | None = None
-    stream: Off = False
-    temperature: Temperature = 1.0
+    stream: bool = False
+    temperature: config.Temperature = 1.0
     top_p: TopP = 1.0
     seed: Seed | None = None
     max_tokens: Limit | None = None

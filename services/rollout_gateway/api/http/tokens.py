@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from paceline.services.rollout_gateway.api.http import beyond, openai_schema, requests, shapes
-from paceline.services.rollout_gateway.api.http.anthropic_schema import ConversationBody
+from paceline.services.rollout_gateway.api.http.anthropic import ConversationBody
 from paceline.services.rollout_gateway.chat.messages import ChatRequest
 from paceline.services.rollout_gateway.gateway import Gateway
 

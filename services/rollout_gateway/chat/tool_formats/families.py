@@ -4,10 +4,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from paceline.errors import NotFound
-from paceline.services.rollout_gateway.chat.tool_formats import base, json_text, lark
-from paceline.services.rollout_gateway.chat.tool_formats.form import Schemas, ToolFormat
-from paceline.services.rollout_gateway.chat.tool_formats.harmony import HARMONY
+from paceline.services.rollout_gateway.chat.tool_formats import base, lark
+from paceline.services.rollout_gateway.chat.tool_formats.form import HARMONY, Schemas, ToolFormat
 from paceline.services.rollout_gateway.chat.tool_formats.typed_text import Parameters, Tags
 
 Calls = base.Reading[list[base.SpelledCall]]
@@ -34,7 +32,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 def _read_hermes(text: base.GrowingText, _: Schemas) -> Calls:
     yield from text.expect(_OPEN)
-    call = yield from json_text.call_object(text)
+    call = yield from base.call_object(text)
     yield from text.expect(_CLOSE)
     return [call]
 
@@ -59,7 +57,7 @@ def _read_llama(text: base.GrowingText, _: Schemas) -> Calls:
     if (yield from text.skip(";")):
         yield from text.blanks()
     yield from text.skip(_TAG)
-    return [(yield from json_text.call_object(text, required=True))]
+    return [(yield from base.call_object(text, required=True))]
 
 
 class _Llama(ToolFormat):
@@ -97,7 +95,7 @@ def _read_named(text: base.GrowingText) -> base.Reading[base.SpelledCall]:
     ):  # an id invented by the model; the gateway gives calls their ids
         yield from text.run(base.NAME)
     yield from text.skip(_ARGUMENTS)
-    return base.SpelledCall(name, (yield from json_text.json_arguments(text)))
+    return base.SpelledCall(name, (yield from base.json_arguments(text)))
 
 
 def _read_mistral(text: base.GrowingText, _: Schemas) -> Calls:
@@ -106,11 +104,11 @@ def _read_mistral(text: base.GrowingText, _: Schemas) -> Calls:
     yield from text.blanks()
     if not (yield from text.skip("[")):
         if (yield from text.at("{")):  # one call without an array around it
-            return [(yield from json_text.call_object(text))]
+            return [(yield from base.call_object(text))]
         return [(yield from _read_named(text))]
     calls: list[base.SpelledCall] = []
     while True:
-        calls.append((yield from json_text.call_object(text)))
+        calls.append((yield from base.call_object(text)))
         yield from text.blanks()
         if (yield from text.skip("]")):
             return calls
@@ -168,7 +166,7 @@ def _read_deepseek(text: base.GrowingText) -> base.Reading[base.SpelledCall]:
     if fenced:  # text before the separator is the type
         name = yield from text.name()
         yield from text.expect(_V3_FENCE)
-    arguments = yield from json_text.json_arguments(text)
+    arguments = yield from base.json_arguments(text)
     if fenced:
         yield from text.expect(_V3_FENCE_END)
     yield from text.expect(_V3_CALL_END)
@@ -197,7 +195,7 @@ def _read_kimi(text: base.GrowingText) -> base.Reading[base.SpelledCall]:
     yield from text.expect(_K2_CALL)
     call_id = yield from text.name()
     yield from text.expect(_K2_ARGUMENTS)
-    arguments = yield from json_text.json_arguments(text)
+    arguments = yield from base.json_arguments(text)
     yield from text.expect(_K2_CALL_END)
     return base.SpelledCall(_K2_ID.sub("", call_id), arguments, call_id)
 
@@ -297,29 +295,13 @@ _MARKS: Sequence[tuple[str, tuple[str, ...]]] = (
 
 
 def tool_format(name: str, template_source: str) -> ToolFormat | None:
-    """The format of that name; "none" is None, "auto" depends on the template. Raises NotFound."""
-    if name == "none":
-        return None
-    if name == "auto":
-        return guess_format(template_source)
-    if name not in TOOL_FORMATS:
-        raise NotFound(
-            "no such tool format",
-            seen=name,
-            allowed=", ".join(["auto", "none", *sorted(TOOL_FORMATS)]),
-        )
-    return TOOL_FORMATS[name](template_source)
-
-
-def guess_format(template_source: str) -> ToolFormat | None:
-    """The format in which a chat template writes past calls; None without tools, or for an unknown
-    format.
+    """The format of that name; "none" is None. "auto": the format in which the chat template writes
+    past calls; None without tools, or for an unknown format.
     """
     source = template_source.replace('\\"', '"')  # quotes inside strings of the template
-    for name, marks in _MARKS:
-        if all(mark in source for mark in marks):
-            return TOOL_FORMATS[name](template_source)
-    return None
+    marked = (one for one, marks in _MARKS if all(mark in source for mark in marks))
+    found = next(marked, "none") if name == "auto" else name
+    return None if found == "none" else TOOL_FORMATS[found](template_source)
 
 
 def offered_schemas(tools: Sequence[Mapping[str, Any]]) -> Schemas:

@@ -1,24 +1,23 @@
 """A family's form of tool calls: one text with places for the name and the arguments.
 
-The forced beginning of a call, its grammar and its text in a prompt all follow from that text. A
-reader of the family reads calls more leniently.
+The forced beginning of a call and its grammar follow from that text. A reader of the family reads
+calls more leniently. Harmony, the form of gpt-oss, also has reasoning and content in channels.
+openai-harmony is not used: it reads tokens only, with a vocabulary that it downloads at start.
 """
-
-from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from paceline.errors import InternalError, InvalidInput
 from paceline.services.rollout_gateway.chat.tool_formats import base, lark, typed_text
 
 MORE_CALLS = 15
 """Most calls after the first one in a response."""
-_PLACE = re.compile(r"(\$(?:name|quoted|number|arguments))")
+_PLACE = re.compile(r"(\$(?:number|arguments))")
 Schemas = Mapping[str, Mapping[str, Any]]
 """JSON schema of the arguments by name of the tool; {}: any object."""
 Reader = Callable[[base.GrowingText, Schemas], base.Reading[list[base.SpelledCall]]]
@@ -58,7 +57,7 @@ class ToolFormat:
     """Form of a new call's id; the chat templates of some models accept one form only."""
     tools: Schemas = field(default_factory=dict)
 
-    def offering(self, tools: Schemas) -> ToolFormat:
+    def offering(self, tools: Schemas) -> Self:
         """The format for calls of these tools."""
         return replace(self, tools=tools)
 
@@ -77,18 +76,7 @@ class ToolFormat:
         """
         stop = r"\$number|\$arguments" if name else r"\$"
         head = re.split(stop, self.before + self.call, maxsplit=1)[0]
-        return _filled(head, base.SpelledCall(name, "")).rstrip(" ")
-
-    def written(self, calls: Sequence[base.SpelledCall]) -> str:
-        """Calls in the model's form, so that `read` returns them."""
-        spelled = []
-        for number, call in enumerate(calls):
-            if self.tags is not None:
-                call = call._replace(
-                    arguments=typed_text.written_arguments(call.arguments, self.tags)
-                )
-            spelled.append(_filled(self.call, call, {"$number": str(number)}))
-        return self.before + (self.between or "").join(spelled) + self.after
+        return _named(head, name).rstrip(" ")
 
     # ---- grammars
 
@@ -157,7 +145,7 @@ class ToolFormat:
                     seen=name[:80],
                     allowed="letters, digits and _ . : / -",
                 )
-            text = _filled(before + self.call, base.SpelledCall(name, "$arguments"))
+            text = _named(before + self.call, name)
             if not text.startswith(begun):
                 raise InternalError(
                     "a forced beginning is not that of the call", seen=begun, allowed=text
@@ -176,12 +164,101 @@ class ToolFormat:
         return typed_text.Parameters(schema).grammar(rules, self.tags)
 
 
-def _filled(text: str, call: base.SpelledCall, places: Mapping[str, str] | None = None) -> str:
-    """The text with the call's name and arguments in their places, and further `places`."""
-    found = {
-        "$name": call.name,
-        "$quoted": json.dumps(call.name, ensure_ascii=False),
-        "$arguments": call.arguments,
-        **(places or {}),
-    }
-    return _PLACE.sub(lambda place: found.get(place[0], place[0]), text)
+def _named(text: str, name: str) -> str:
+    """The text with the name of a tool in its places."""
+    quoted = json.dumps(name, ensure_ascii=False)
+    return text.replace("$name", name).replace("$quoted", quoted)
+
+
+_START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+_CONSTRAIN, _CALL, END, _RETURN = "<|constrain|>", "<|call|>", "<|end|>", "<|return|>"
+_ENDS = (END, _CALL, _RETURN)
+_NAMED_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.:/-]+)")
+_PLAIN = re.compile(r"[^<]+")
+_NEXT = f"{END}{_START}assistant"
+Record = Callable[[str, str], None]
+"""Receives the kind of the next text, "reasoning" or "content", and the text."""
+
+
+class Harmony(ToolFormat):
+    """`<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`. Channel
+    analysis is reasoning; all other text is content. Every response has this form, with tools or
+    without.
+    """
+
+    def messages(
+        self, text: base.GrowingText, record: Record
+    ) -> base.Reading[list[base.SpelledCall]]:
+        """Text up to the next call, and the call; at the end of the response no call.
+
+        Text without a header, or that is no call, is content unchanged.
+        """
+        before = ""
+        while (yield from text.peek()):
+            try:
+                header = yield from text.until(_MESSAGE)
+                if named := _RECIPIENT.search(header):
+                    return [(yield from _read_call(text, named[1]))]
+            except base.Deviation:
+                record("content", text.forget())
+                yield from _body(text, partial(record, "content"))
+                continue
+            text.forget()
+            channel = _NAMED_CHANNEL.search(header)
+            kind = "reasoning" if channel and channel[1] == "analysis" else "content"
+            if before == kind:
+                record(kind, "\n")
+            yield from _body(text, partial(record, kind))
+            before = kind
+
+        return []
+
+    def woven(
+        self, rules: lark.Rules, calls: Callable[[str], lark.Lark], answer: lark.Lark | None
+    ) -> lark.Lark:
+        """Reasoning and preambles, then a call or the answer."""
+        before = rules.either(
+            rules.sequence([rules.text(f"{_CHANNEL}{name}{_MESSAGE}"), rules.until(_NEXT, END)])
+            for name in ("analysis", "commentary")
+        )
+        form = answer or rules.free_text(self.special_tokens).whole
+        final = rules.sequence([rules.text(self.content_beginning), form])
+        last = rules.either([calls(""), final])
+        return rules.sequence([rules.any_number(before), last])
+
+
+def _read_call(text: base.GrowingText, name: str) -> base.Reading[base.SpelledCall]:
+    """Arguments and the end of the message. The response may end there, and not every engine
+    returns that end as text.
+    """
+    arguments = yield from base.json_arguments(text)
+    yield from text.blanks()
+    if not (yield from text.skip(*_ENDS)) and (yield from text.peek()):
+        raise base.Deviation
+    return base.SpelledCall(name, arguments)
+
+
+def _body(text: base.GrowingText, record: Callable[[str], None]) -> base.Reading[None]:
+    """Text up to the end of its message, passed on as it arrives."""
+    while (yield from text.peek()):
+        if (yield from text.skip(*_ENDS)):
+            text.forget()
+            return
+        if (yield from text.at(_START)):
+            return
+        text.take()
+        text.take_known(_PLAIN)
+        record(text.forget())
+
+
+HARMONY: Harmony = Harmony(
+    "harmony",
+    call=f"{_CHANNEL}commentary to=functions.$name {_CONSTRAIN}json{_MESSAGE}$arguments",
+    reader=lambda text, tools: HARMONY.messages(text, lambda kind, content: None),
+    special_tokens=(_START, _CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS),
+    markers=(_CHANNEL,),
+    between=None,  # a call ends the response
+    ends=(_CALL, _RETURN),
+    content_beginning=f"{_CHANNEL}final{_MESSAGE}",
+)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from paceline.errors import InvalidInput
-from paceline.services.rollout_gateway.chat.tool_formats import base, json_text, lark
+from paceline.services.rollout_gateway.chat.tool_formats import base, lark
 
 _KINDS: dict[type, str] = {
     str: "string",
@@ -43,26 +43,6 @@ class Tags(NamedTuple):
     close: str  # text that the value cannot contain
     end: str  # `close` with the line breaks around it
 
-    def open(self, name: str) -> str:
-        """Text before the value of a parameter."""
-        return self.before.replace("{}", name)
-
-
-def written_arguments(arguments: str, tags: Tags) -> str:
-    """A JSON object of arguments as text between tags; other text stays unchanged."""
-    try:
-        members = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    if not isinstance(members, dict):
-        return arguments
-    return "".join(
-        tags.open(name)
-        + (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
-        + tags.end
-        for name, value in members.items()
-    )
-
 
 class Parameters:
     """The arguments of one tool."""
@@ -85,7 +65,7 @@ class Parameters:
         kinds = self._kinds(self._properties.get(key, {}))
         written = _PYTHON.get(text.strip(), text.strip())
         try:
-            kind = _KINDS[type(json_text.decode_json(written))]
+            kind = _KINDS[type(base.decode_json(written))]
         except base.Deviation:
             kind = "string"
         if kind != "string" and _fits(kind, kinds):
@@ -114,7 +94,7 @@ class Parameters:
             if not name or set("<>\n\0") & set(name) or name != name.strip():
                 raise _beyond(f"a parameter named {name[:40]!r}", "a name without tags in it")
             value = self._value_grammar(name, rules, tags)
-            one = rules.sequence([rules.text(tags.open(name)), value])
+            one = rules.sequence([rules.text(tags.before.replace("{}", name)), value])
             parts.append(one if name in required else rules.any_number(one, 1))
         return rules.sequence(parts)
 

@@ -6,7 +6,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from paceline.services.rollout_gateway.calls.spans import StageSpans
+from paceline.services.rollout_gateway.calls.call import StageSpans
 from paceline.telemetry import use_tracer
 from paceline.v1 import engine_pb2 as pb
 

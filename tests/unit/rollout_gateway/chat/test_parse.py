@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import InternalError
 from paceline.services.rollout_gateway.chat.messages import Delta, Message, ToolCall, joined
-from paceline.services.rollout_gateway.chat.parse import ChatParser, finish_name
+from paceline.services.rollout_gateway.chat.parse import ChatParser
 from paceline.services.rollout_gateway.chat.tool_formats.families import TOOL_FORMATS, tool_format
 
 FORMATS = ["none", *TOOL_FORMATS]
@@ -326,10 +326,3 @@ def test_a_forced_beginning_that_stays_broken_is_content() -> None:
         '<tool_call>\n{"name": no'
     )
     assert parser("hermes", forced="<tool_call>").finish() == Delta("<tool_call>")
-
-
-def test_a_stop_after_calls_is_called_tool_calls() -> None:
-    call = Message("assistant", tool_calls=(ToolCall("1", "f", "{}"),))
-    assert finish_name(call, "stop") == "tool_calls"
-    assert finish_name(call, "length") == "length"
-    assert finish_name(Message("assistant", "f"), "stop") == "stop"

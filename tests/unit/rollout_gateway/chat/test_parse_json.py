@@ -11,9 +11,11 @@ from drawn_cases import case_count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.services.rollout_gateway.chat.tool_formats.base import Deviation, GrowingText, Reading
-from paceline.services.rollout_gateway.chat.tool_formats.json_text import (
+from paceline.services.rollout_gateway.chat.tool_formats.base import (
     DEEPEST,
+    Deviation,
+    GrowingText,
+    Reading,
     decode_json,
     json_members,
     json_object,

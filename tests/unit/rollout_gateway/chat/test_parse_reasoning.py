@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizer_families import byte_level
 
 from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message, joined
-from paceline.services.rollout_gateway.chat.parse import THINK, ChatParser, reasoning_tokens
+from paceline.services.rollout_gateway.chat.parse import THINK, ChatParser
 from paceline.services.rollout_gateway.chat.prompts import ChatPrompts
 from paceline.services.rollout_gateway.chat.tool_formats.families import tool_format
 from paceline.services.rollout_gateway.config import ChatConfig
@@ -101,17 +101,21 @@ def test_reasoning_tokens_are_those_up_to_the_end_of_reasoning(
         decodes.append(len(some))
         return "".join(PIECES[one] for one in some)
 
-    found = reasoning_tokens(ids, decode, starts_in_reasoning=started)
+    reader = ChatParser(None, reasoning=True, starts_in_reasoning=started)
+    reader.push("".join(PIECES[one] for one in ids))
+    reader.finish()
+    found = reader.reasoning_tokens(ids, decode)
     assert len(decodes) <= 1 + max(len(ids), 1).bit_length()
     beginnings = ["".join(PIECES[one] for one in ids[:size]) for size in range(len(ids) + 1)]
     ends = [size for size, text in enumerate(beginnings) if "</think>" in text]
-    reasons = started or beginnings[-1].strip().startswith("<think>")
-    assert found == (0 if not reasons else ends[0] if ends else len(ids))
+    assert found == (0 if not reader.message.reasoning else ends[0] if ends else len(ids))
 
 
 def test_reasoning_that_was_counted_decodes_to_the_reasoning_that_was_read() -> None:
     text = "<think>\nab\n</think>\n\nSo."
-    count = reasoning_tokens([ord(one) for one in text], lambda ids: "".join(map(chr, ids)))
+    reader = ChatParser(None, reasoning=True)
+    reader.push(text)
+    count = reader.reasoning_tokens(range(len(text)), lambda ids: text[: len(ids)])
     assert text[:count] == "<think>\nab\n</think>"
     assert read(text).reasoning == "ab"
 

@@ -12,9 +12,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from paceline.errors import ConfigError, InvalidInput
 from paceline.models.reading import TextFiles, read_text
-from paceline.services.rollout_gateway.chat import template as template_module
+from paceline.services.rollout_gateway.chat import text as template_module
 from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message, ToolCall
-from paceline.services.rollout_gateway.chat.template import ChatTemplates
+from paceline.services.rollout_gateway.chat.text import ChatTemplates
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

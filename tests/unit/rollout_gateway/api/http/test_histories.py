@@ -8,9 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.services.rollout_gateway.api.http.anthropic import ContentBlocks
-from paceline.services.rollout_gateway.api.http.anthropic_schema import ConversationBody
-from paceline.services.rollout_gateway.api.http.requests import parse
+from paceline.services.rollout_gateway.api.http.anthropic import ContentBlocks, ConversationBody
+from paceline.services.rollout_gateway.api.http.requests import judged
 from paceline.services.rollout_gateway.api.http.responses import OutputItems
 from paceline.services.rollout_gateway.api.http.responses_schema import ResponsesBody
 from paceline.services.rollout_gateway.chat.messages import (
@@ -64,9 +63,8 @@ def test_items_of_a_response_become_the_message_again(deltas: list[Delta]) -> No
         *items.items,
         {"role": "user", "content": "b"},
     ]
-    first, *turn, last = parse(
-        ResponsesBody, json.dumps({"input": history}).encode()
-    ).new_messages()
+    body, _ = judged(ResponsesBody, json.dumps({"input": history}).encode())
+    first, *turn, last = body.new_messages()
     assert (first.content, last.content) == ("a", "b")
     assert [same(message, deltas) for message in turn] == [True]
 
@@ -82,7 +80,7 @@ def test_blocks_of_a_message_become_the_message_again(deltas: list[Delta]) -> No
         for role in ("user", "assistant")
     ]
     body = {"messages": [*history, {"role": "user", "content": "b"}]}
-    _, turn, _ = parse(ConversationBody, json.dumps(body).encode()).request().messages
+    _, turn, _ = judged(ConversationBody, json.dumps(body).encode())[0].request().messages
     assert same(turn, deltas)
 
 
@@ -110,7 +108,7 @@ def test_a_turn_ends_where_another_message_or_thought_begins() -> None:
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
     spoken = {"role": "assistant", "content": "x"}
     history = [spoken, spoken, thought, call, thought, spoken, call, spoken]
-    found = parse(ResponsesBody, json.dumps({"input": history}).encode()).new_messages()
+    found = judged(ResponsesBody, json.dumps({"input": history}).encode())[0].new_messages()
     assert [(one.reasoning, one.content, len(one.tool_calls)) for one in found] == [
         ("", "x", 0),
         ("", "x", 0),
