@@ -141,16 +141,8 @@ class Stopped:
 class Standing:
     """Progress of rank 0, sent when it is ready and after every change."""
 
-    drafter_version: int = 0  # newest candidate
     total_steps: int = 0
-    total_tokens: int = 0
     buffer_samples: int = 0
-    buffer_bytes: int = 0
-    lm_head_hashes: list[str] = field(default_factory=list)  # newest last
-    serving_version: int = 0
-    frozen: bool = False
-    checkpoint_steps: int = 0  # of the newest checkpoint that was started
-    checkpoint_stall_s: float = 0.0  # pause of training for it
 
 
 Message = (

@@ -19,7 +19,7 @@ from paceline.services.drafter_trainer import metrics, trainer
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
 from paceline.services.drafter_trainer.gate.round import Candidates
 from paceline.services.drafter_trainer.learn import heads, learner, membership
-from paceline.services.drafter_trainer.rows import feed, store
+from paceline.services.drafter_trainer.rows import store
 from paceline.speculators.packed import PackedRow
 from paceline.streams import RedisStream, connect, run_key
 from paceline.training import checkpoints
@@ -69,7 +69,7 @@ class Rank:
         if config.resume:
             self._resume(directory / "drafter")
         self.link.on_command = self.obey
-        self._feed = feed.RowFeed(self._open_stream, self._target, self.rows.add)
+        self._feed = store.RowFeed(self._open_stream, self._target, self.rows.add)
         self.trainer.lost = lambda: self._feed.dropped
         if self.rank == 0:
             self._feed.start()
@@ -252,7 +252,7 @@ class Rank:
         Training pauses while the tensors are copied and continues during the write. Returns the
         checkpoint's number; 0 without new steps.
         """
-        members, began, steps = self.learner.members, time.monotonic(), self.learner.total_steps
+        members, steps = self.learner.members, self.learner.total_steps
         if not members.takes_part:
             return 0
         self._writer.wait()
@@ -262,7 +262,6 @@ class Rank:
         if number:
             self._writer.write(self.trainer.state(), number, members.writing)
             self._saved_steps, self._saved_at = steps, time.monotonic()
-            self.trainer.checkpoint = (steps, self._saved_at - began)
             self.report()
 
         return number

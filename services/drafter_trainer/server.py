@@ -5,7 +5,7 @@ Imports no torch.
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -183,15 +183,6 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         stopped_after_s = time.monotonic() - began
         metrics.PREEMPTION_LATENCY.record(stopped_after_s)
         return pb.PreemptResponse(stopped_after_s=stopped_after_s, was_active=True)
-
-    async def GetDrafterStatus(
-        self, request: pb.GetDrafterStatusRequest, context: Any
-    ) -> pb.GetDrafterStatusResponse:
-        """Returns the trainer's progress and its processes."""
-        standing = self._ranks.standing
-        return pb.GetDrafterStatusResponse(
-            **asdict(standing), active_epoch=self._ranks.epoch, rank_pids=self._ranks.watched.pids
-        )
 
     async def SaveDrafterCheckpoint(
         self, request: pb.SaveDrafterCheckpointRequest, context: Any

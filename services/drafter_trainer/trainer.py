@@ -168,7 +168,6 @@ class DrafterTrainer:
         self.after_step: Callable[[], None] = lambda: None  # a checkpoint may be due
         # between two micro-batches: the new slots if slots were added to the lease, else None
         self.add_slots: Callable[[int], Sequence[int] | None] = lambda epoch: None
-        self.checkpoint = (0, 0.0)  # steps of the newest checkpoint, and seconds of its pause
         self.lost: Callable[[], Counter[str]] = Counter  # entries without rows, by reason
 
     def run_activation(self, command: m.Activate) -> m.Stopped:
@@ -299,19 +298,7 @@ class DrafterTrainer:
     def standing(self) -> m.Standing:
         """The trainer's progress."""
         with self.rows.locked() as buffer:
-            samples, nbytes = len(buffer), buffer.nbytes
-        return m.Standing(
-            drafter_version=self.gate.next_version - 1,
-            total_steps=self._learner.total_steps,
-            total_tokens=self._learner.total_tokens,
-            buffer_samples=samples,
-            buffer_bytes=nbytes,
-            lm_head_hashes=list(self.rows.heads.hashes),
-            serving_version=self.gate.serving.version,
-            frozen=self.gate.frozen,
-            checkpoint_steps=self.checkpoint[0],
-            checkpoint_stall_s=self.checkpoint[1],
-        )
+            return m.Standing(self._learner.total_steps, len(buffer))
 
     def state(self) -> dict[str, Any]:
         """The state for a later process. Collective over all ranks."""

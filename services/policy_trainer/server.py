@@ -157,20 +157,6 @@ class PolicyServicer(PolicyServiceServicer):
         saved = await self._ranks.save(deadline_s, command)
         return pb.SavePolicyCheckpointResponse(path=saved.path, policy_version=saved.version)
 
-    async def GetPolicyStatus(
-        self, request: pb.GetPolicyStatusRequest, context: Any
-    ) -> pb.GetPolicyStatusResponse:
-        """Returns the trainer's progress."""
-        progress, pids = self._ranks.progress, self._ranks.watched.pids
-        return pb.GetPolicyStatusResponse(
-            policy_version=progress.policy_version,
-            step=max(0, progress.step),
-            checkpoint_version=progress.checkpoint_version,
-            trajectories_trained=progress.trajectories_trained,
-            ranks=len(pids),
-            rank_pids=pids,
-        )
-
     def _sender(self, context: trajectory_pb2.CommandContext) -> m.Sender:
         check_run(context, self._config.run.id)
         self._guard.check(context, Track.LEARNER)

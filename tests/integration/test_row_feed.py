@@ -13,8 +13,8 @@ from redis.asyncio import Redis
 from unit.drafter_trainer.samples import TARGET, batch
 
 from paceline.local.patience import patient
-from paceline.services.drafter_trainer.rows.feed import CONSUMER, GROUP, RowFeed
 from paceline.services.drafter_trainer.rows.sample import FeatureSample
+from paceline.services.drafter_trainer.rows.store import CONSUMER, GROUP, RowFeed
 from paceline.streams import RedisStream, connect, encode_features, run_key
 
 

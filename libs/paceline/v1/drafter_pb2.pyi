@@ -168,38 +168,6 @@ class PreemptResponse(_message.Message):
     was_active: bool
     def __init__(self, stopped_after_s: _Optional[float] = ..., was_active: _Optional[bool] = ...) -> None: ...
 
-class GetDrafterStatusRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class GetDrafterStatusResponse(_message.Message):
-    __slots__ = ("drafter_version", "total_steps", "total_tokens", "buffer_samples", "buffer_bytes", "active_epoch", "lm_head_hashes", "rank_pids", "serving_version", "frozen", "checkpoint_steps", "checkpoint_stall_s")
-    DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
-    TOTAL_STEPS_FIELD_NUMBER: _ClassVar[int]
-    TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    BUFFER_SAMPLES_FIELD_NUMBER: _ClassVar[int]
-    BUFFER_BYTES_FIELD_NUMBER: _ClassVar[int]
-    ACTIVE_EPOCH_FIELD_NUMBER: _ClassVar[int]
-    LM_HEAD_HASHES_FIELD_NUMBER: _ClassVar[int]
-    RANK_PIDS_FIELD_NUMBER: _ClassVar[int]
-    SERVING_VERSION_FIELD_NUMBER: _ClassVar[int]
-    FROZEN_FIELD_NUMBER: _ClassVar[int]
-    CHECKPOINT_STEPS_FIELD_NUMBER: _ClassVar[int]
-    CHECKPOINT_STALL_S_FIELD_NUMBER: _ClassVar[int]
-    drafter_version: int
-    total_steps: int
-    total_tokens: int
-    buffer_samples: int
-    buffer_bytes: int
-    active_epoch: int
-    lm_head_hashes: _containers.RepeatedScalarFieldContainer[str]
-    rank_pids: _containers.RepeatedScalarFieldContainer[int]
-    serving_version: int
-    frozen: bool
-    checkpoint_steps: int
-    checkpoint_stall_s: float
-    def __init__(self, drafter_version: _Optional[int] = ..., total_steps: _Optional[int] = ..., total_tokens: _Optional[int] = ..., buffer_samples: _Optional[int] = ..., buffer_bytes: _Optional[int] = ..., active_epoch: _Optional[int] = ..., lm_head_hashes: _Optional[_Iterable[str]] = ..., rank_pids: _Optional[_Iterable[int]] = ..., serving_version: _Optional[int] = ..., frozen: _Optional[bool] = ..., checkpoint_steps: _Optional[int] = ..., checkpoint_stall_s: _Optional[float] = ...) -> None: ...
-
 class SaveDrafterCheckpointRequest(_message.Message):
     __slots__ = ("context",)
     CONTEXT_FIELD_NUMBER: _ClassVar[int]

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from paceline.errors import ConfigError
 from paceline.services.policy_trainer import algorithm_settings, algorithms
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
-from paceline.services.policy_trainer.learn import learner, loading, weights
+from paceline.services.policy_trainer.learn import learner, weights
 from paceline.services.policy_trainer.learn import model as models
-from paceline.services.policy_trainer.learn.critic import Critic
+from paceline.services.policy_trainer.learn.objective import Critic
 from paceline.training.process import join_ranks
 
 M = TypeVar("M", models.PolicyModel, models.ValueModel)
@@ -61,7 +61,7 @@ def shard(
     Shards, gradients and their sums over ranks are fp32. Gathered parameters and computation use
     `compute_dtype` (Micikevicius et al. 2018, arXiv 1710.03740). Raises as StartWeights.
     """
-    start, names = loading.StartWeights(Path(config.model)), model.names()
+    start, names = models.StartWeights(Path(config.model)), model.names()
     dtype = getattr(torch, config.compute_dtype)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     whole = sum(parameter.nbytes for parameter in model.parameters())
@@ -89,7 +89,7 @@ def build_learner(
     train here; adapters without peft; 8-bit moments without torchao; a user's algorithm that needs
     a critic without settings for it.
     """
-    loading.check_attention(config.attention, mesh.device_type)
+    models.check_attention(config.attention, mesh.device_type)
     check_head(config, mesh.device_type)
     needs = algorithms.build_algorithm(config.algorithm).needs()
     policy = _policy(config, mesh, on_load, frozen=False)

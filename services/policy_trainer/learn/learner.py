@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from paceline.errors import DataLoss
 from paceline.services.policy_trainer.algorithms import base, build_algorithm
 from paceline.services.policy_trainer.algorithms.losses import divergence
+from paceline.services.policy_trainer.batches import packing
 from paceline.services.policy_trainer.batches.batch import MicroBatch, TrainBatch
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
-from paceline.services.policy_trainer.learn import memory, minibatches, weights
-from paceline.services.policy_trainer.learn.critic import Critic
+from paceline.services.policy_trainer.learn import weights
 from paceline.services.policy_trainer.learn.model import PolicyModel, ValueModel, pair_cost
-from paceline.services.policy_trainer.learn.objective import Figures, PolicyObjective
+from paceline.services.policy_trainer.learn.objective import Critic, Figures, PolicyObjective
 from paceline.services.policy_trainer.messages import StepFacts
 from paceline.telemetry import names, span
 from paceline.training.optimizer import NamedOptimizer
@@ -80,7 +80,7 @@ class Learner:
         self.critic = critic
         self.algorithm: base.Algorithm = build_algorithm(config.algorithm)
         self.objective = PolicyObjective(config.algorithm, self.algorithm)
-        self.packer = minibatches.Packer(config, mesh, pair_cost(model))
+        self.packer = packing.Packer(config, mesh, pair_cost(model))
         self.parts = StepParts()
         self.updates = 0
         self.on_micro_batch: Callable[[int, int], None] = lambda number, of: None
@@ -93,12 +93,12 @@ class Learner:
         self.weights = weights.PolicyWeights(config, model)
         audited = config.audit.kept_versions if config.audit.share else 0
         versions = min(audited, config.max_staleness or 0)
-        self.kept = memory.KeptWeights(model, self.weights.trained, versions)
+        self.kept = weights.KeptWeights(model, self.weights.trained, versions)
         settings = config.optimizer
         self.optimizer = NamedOptimizer(self.weights.trained, settings, moments=settings.moments)
         optimizers = [self.optimizer, *([critic.optimizer] if critic else ())]
         models = [model, reference, critic.model if critic else None]
-        self.memory = memory.DeviceMemory([one for one in models if one is not None], optimizers)
+        self.memory = weights.DeviceMemory([one for one in models if one is not None], optimizers)
 
     def _note_layer(self, layer: nn.Module, given: Any, made: Any) -> None:
         self.on_layer()
@@ -124,7 +124,7 @@ class Learner:
             known = replace(known, advantages=torch.zeros_like(known.advantages))
         losses, norms = [], []
         for _ in range(self.config.algorithm.passes):
-            for part in minibatches.mini_batches(batch, self.config):
+            for part in packing.mini_batches(batch, self.config):
                 loss, norm = self._update(batch, part, known, figures)
                 losses.append(loss)
                 norms.append(norm)
@@ -196,7 +196,7 @@ class Learner:
     # --- one update -------------------------------------------------------------------------------
 
     def _update(
-        self, batch: TrainBatch, part: minibatches.MiniBatch, known: StepStart, figures: Figures
+        self, batch: TrainBatch, part: packing.MiniBatch, known: StepStart, figures: Figures
     ) -> tuple[float, float]:
         """Loss and gradient norm before clipping. The norm is NaN if the loss is not finite. Both
         are 0 if nothing carries gradient.
@@ -228,7 +228,7 @@ class Learner:
             self._measure(batch, micro, policy, entropy, figures)
 
     def _accumulate(
-        self, batch: TrainBatch, part: minibatches.MiniBatch, known: StepStart, figures: Figures
+        self, batch: TrainBatch, part: packing.MiniBatch, known: StepStart, figures: Figures
     ) -> float:
         """Accumulates gradients of the mini-batch's loss; returns that loss, equal on all ranks."""
 

@@ -1,17 +1,28 @@
-"""Computes the losses of a micro-batch's tokens, and sums the figures of a step."""
+"""Computes the losses of the policy's and the critic's tokens, and sums the figures of a step.
+
+The critic learns the remaining reward of a trajectory and is sharded as the policy. Shape letters:
+M trained tokens of a micro-batch, T of the batch.
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.services.policy_trainer import algorithm_settings, audit
 from paceline.services.policy_trainer.algorithms import losses as loss_functions
 from paceline.services.policy_trainer.algorithms.base import Algorithm, TokenBatch
+from paceline.services.policy_trainer.batches import packing
+from paceline.services.policy_trainer.batches.batch import MicroBatch, TrainBatch
+from paceline.services.policy_trainer.config import PolicyTrainerConfig
+from paceline.services.policy_trainer.learn.model import ValueModel, pair_cost
 from paceline.tagged_json import from_object, to_object
+from paceline.training.optimizer import NamedOptimizer
 from paceline.training.process import from_all_ranks
 
 
@@ -154,3 +165,65 @@ class Figures:
 
 def _of(values: Mapping[str, Tensor], chosen: Tensor, label: str) -> dict[str, Tensor]:
     return {f"{name}/{label}": value[chosen] for name, value in values.items()}
+
+
+class Critic:
+    """Model and optimiser of this rank. All methods are collective."""
+
+    def __init__(
+        self,
+        config: PolicyTrainerConfig,
+        settings: algorithm_settings.PpoConfig,
+        model: ValueModel,
+        mesh: DeviceMesh,
+    ) -> None:
+        self.model = model
+        self._settings = settings
+        self._packer = packing.Packer(config, mesh, pair_cost(model))
+        self._updates = 0
+        self.warmup_steps = settings.critic_warmup_steps  # first steps that train it alone
+        optimizer = config.optimizer.model_copy(update={"lr": settings.critic_lr})
+        self.optimizer = NamedOptimizer(
+            dict(model.named_parameters()), optimizer, moments=optimizer.moments
+        )
+
+    def update(
+        self,
+        batch: TrainBatch,
+        part: packing.MiniBatch,
+        old_values: Float[Tensor, " T"],
+        returns: Float[Tensor, " T"],
+        figures: Figures,
+    ) -> float:
+        """One update towards the returns. Returns the gradient's norm before clipping. If loss or
+        gradient is not finite, the norm is not finite and the update is not taken.
+        """
+
+        def losses_of(micro: MicroBatch) -> Tensor:
+            at, values = micro.tokens.cpu(), self.model(micro)
+            wanted, old = returns[at].to(values.device), old_values[at].to(values.device)
+            losses = loss_functions.clipped_value_loss(
+                values, old, wanted, value_clip=self._settings.value_clip
+            )
+            figures.add({"value_loss": losses.detach(), "value_error": (old - wanted).abs()})
+            return losses
+
+        self.optimizer.forget()
+        total = self._packer.accumulate(self.model, batch, part, losses_of)
+        norm = self.optimizer.step(self._updates + 1) if math.isfinite(total) else math.nan
+        self._updates += math.isfinite(norm)
+        return norm
+
+    def state(
+        self,
+        mesh: DeviceMesh | None,
+        into: Mapping[str, Any] | None,
+        numbers: Callable[[Tensor], Tensor],
+    ) -> dict[str, Any]:
+        """As Learner.state. `numbers`: returns the values of a shard."""
+        return {**self.optimizer.state(mesh, into, numbers), "updates": self._updates}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """As Learner.load_state."""
+        self.optimizer.load_state(state)
+        self._updates = state["updates"]

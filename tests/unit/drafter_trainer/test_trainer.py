@@ -371,7 +371,7 @@ def test_training_freezes_when_nothing_is_gained_and_drift_reopens_it(
     stopped = trainer.run(4, drafter=2)
     (frozen,) = trainer.judged("frozen")
     assert stopped.reason == "frozen"
-    assert (stopped.steps, trainer.trainer.standing().frozen) == (3, True)
+    assert (stopped.steps, trainer.trainer.gate.frozen) == (3, True)
     assert (again := trainer.run(5, drafter=2)).reason == "frozen"
     assert again.micro_batches == 0, "the slots stay free"
 

@@ -19,11 +19,10 @@ from paceline.services.policy_trainer.algorithm_settings import CorrectionConfig
 from paceline.services.policy_trainer.algorithms.base import SessionBatch
 from paceline.services.policy_trainer.algorithms.grpo import Grpo
 from paceline.services.policy_trainer.batches.batch import TrainBatch, make_batch
+from paceline.services.policy_trainer.batches.packing import mini_batches
 from paceline.services.policy_trainer.config import PolicyOptimizerConfig, PolicyTrainerConfig
 from paceline.services.policy_trainer.learn.build import build_learner, form_mesh, shard
-from paceline.services.policy_trainer.learn.loading import StartWeights
-from paceline.services.policy_trainer.learn.minibatches import mini_batches
-from paceline.services.policy_trainer.learn.model import policy_on_meta
+from paceline.services.policy_trainer.learn.model import StartWeights, policy_on_meta
 from paceline.services.policy_trainer.learn.objective import Figures
 from paceline.training.process import tensors_from_rank_zero
 from paceline.training.shards import local_of

@@ -20,12 +20,13 @@ from transformers import (
 )
 from unit.policy_trainer.batches.test_packing import SIZES, trajectory
 
-from paceline.services.policy_trainer.batches.batch import TrainBatch, make_batch, make_micro_batch
-from paceline.services.policy_trainer.batches.packing import (
+from paceline.services.policy_trainer.batches.batch import (
+    TrainBatch,
     TreeRow,
-    neighbours,
-    prefix_units,
+    make_batch,
+    make_micro_batch,
 )
+from paceline.services.policy_trainer.batches.packing import neighbours, prefix_units
 from paceline.services.policy_trainer.learn.model import PolicyModel, ValueModel, tree_mask
 
 FEW = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=12)

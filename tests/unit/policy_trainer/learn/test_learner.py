@@ -32,12 +32,12 @@ from paceline.services.policy_trainer.algorithm_settings import (
     ReinforceConfig,
 )
 from paceline.services.policy_trainer.batches.batch import TrainBatch, make_batch
+from paceline.services.policy_trainer.batches.packing import mini_batches
 from paceline.services.policy_trainer.batches.records import Best, read_best
 from paceline.services.policy_trainer.config import PolicyOptimizerConfig, PolicyTrainerConfig
 from paceline.services.policy_trainer.learn import build
 from paceline.services.policy_trainer.learn.build import build_learner
 from paceline.services.policy_trainer.learn.learner import Learner
-from paceline.services.policy_trainer.learn.minibatches import mini_batches
 from paceline.services.policy_trainer.learn.model import policy_on_meta
 from paceline.services.policy_trainer.learn.objective import Figures
 from paceline.services.policy_trainer.messages import BatchFacts, Keep, Progress

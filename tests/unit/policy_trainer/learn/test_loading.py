@@ -12,8 +12,12 @@ from unit.policy_trainer.sharded_step import trajectories
 
 from paceline.errors import ConfigError, DataLoss, InvalidInput, WeightsError
 from paceline.services.policy_trainer.batches.batch import make_batch, make_micro_batch
-from paceline.services.policy_trainer.learn.loading import StartWeights, check_attention
-from paceline.services.policy_trainer.learn.model import PolicyModel, policy_on_meta
+from paceline.services.policy_trainer.learn.model import (
+    PolicyModel,
+    StartWeights,
+    check_attention,
+    policy_on_meta,
+)
 from paceline.training.process import on_device
 
 
