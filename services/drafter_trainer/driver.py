@@ -4,9 +4,10 @@ torch.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from paceline import telemetry
 from paceline.errors import DeadlineExceeded, FailedPrecondition, PacelineError
@@ -14,6 +15,7 @@ from paceline.local.patience import patient
 from paceline.ranks import group, messages, watched
 from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
+from paceline.trajectory import VersionSet
 
 FACTS_KEPT = 8
 PREEMPT_S = 4.0  # if no caller waits; longer than a pause that kills no process
@@ -32,8 +34,10 @@ class Lease:
     deadline_s: float  # training must have started by then
     slots: dict[int, float]  # slot -> time.monotonic() of its lease, in rank order
     began: float = field(default_factory=time.monotonic)
-    # its last item is Stopped or an error
-    news: asyncio.Queue[m.Message | PacelineError] = field(default_factory=asyncio.Queue)
+    # also finished pushes; the last item of the ranks is Stopped or an error
+    news: asyncio.Queue[m.Message | PacelineError | asyncio.Task[Any]] = field(
+        default_factory=asyncio.Queue
+    )
     over: asyncio.Event = field(default_factory=asyncio.Event)  # the slots are free
     sent: bool = False  # the ranks have received it
     stopping: asyncio.Task[None] | None = None
@@ -90,6 +94,19 @@ class DrafterDriver:
     def epoch(self) -> int:
         """Epoch of the running activation; 0 when idle."""
         return self.lease.epoch if self.lease else 0
+
+    async def on_prepared(self, target: int, version: int, path: Path) -> None:
+        """Sends a pushed head to the ranks at once, since its rows may arrive before its commit."""
+        await self.send_fact(m.NewHead(version, str(path)))
+
+    async def on_commit(
+        self, versions: VersionSet, mode: int, leased: Collection[int], *, judge: bool | None = None
+    ) -> None:
+        """Sends the serving set to the ranks, which compare the next candidate with it."""
+        await self.send_fact(m.Serving(versions.policy, versions.drafter))
+
+    async def on_abort(self, target: int, version: int) -> None:
+        """Does nothing: no rows refer to a head that never serves."""
 
     async def send_fact(self, fact: m.NewHead | m.Serving) -> None:
         """Sends a fact to the ranks, and keeps it for ranks that start later."""

@@ -109,7 +109,6 @@ class Judged:
     lm_head_hash: str = ""
     path: str = ""  # directory of a promoted candidate
     survival: tuple[float, ...] = ()  # P(drafts 1 .. i all accepted)
-    conditional: tuple[float, ...] = ()  # P(draft i accepted | earlier drafts accepted)
     serving_survival: tuple[float, ...] = ()
     over: int = 0  # version that served before
 

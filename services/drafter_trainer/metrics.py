@@ -11,33 +11,24 @@ if TYPE_CHECKING:  # the parent of the ranks imports no torch
     from paceline.services.drafter_trainer.learn.learner import MicroResult
 
 
-LATENCY_BOUNDARIES_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 DRAFTER = ("drafter",)
 JUDGED = ("drafter", "temperature", "role")
 
 POSITIONS = Counter("paceline.drafter.positions", "{position}", DRAFTER, "positions of rank 0")
-SAMPLES = Counter(
-    "paceline.drafter.samples", "{sample}", DRAFTER, "samples of all ranks; its rate is samples/s"
-)
+SAMPLES = Counter("paceline.drafter.samples", "{sample}", DRAFTER, "samples of all ranks")
 CHECKPOINTS_DAMAGED = Counter(
-    "paceline.drafter.checkpoints_damaged",
-    "{checkpoint}",
-    (),
-    "damaged checkpoints at a start; the trainer loads the checkpoint before",
+    "paceline.drafter.checkpoints_damaged", "{checkpoint}", (), "damaged checkpoints at a start"
 )
 SAMPLES_DROPPED = Counter(
     "paceline.drafter.samples_dropped",
     "{sample}",
     ("reason",),
     "captured rows dropped before training; reason: evicted (full buffer), unusable (unreadable), "
-    "or the reason for dropping a head's rows, e.g. stale_head",
+    "or stale_head (of a dropped head)",
 )
 STEPS = Counter("paceline.drafter.steps", "{step}", DRAFTER, "optimiser steps")
 STEPS_SKIPPED = Counter(
-    "paceline.drafter.steps_skipped",
-    "{step}",
-    DRAFTER,
-    "optimiser steps skipped for a gradient that is NaN or infinite",
+    "paceline.drafter.steps_skipped", "{step}", DRAFTER, "steps with a gradient that is not finite"
 )
 LOSS = Gauge(
     "paceline.drafter.loss",
@@ -57,12 +48,6 @@ SURVIVAL = Gauge(
     (*JUDGED, "position"),
     "share of positions with accepted drafts 1 to i",
 )
-CONDITIONAL_ACCEPTANCE = Gauge(
-    "paceline.drafter.conditional_acceptance",
-    "1",
-    (*JUDGED, "position"),
-    "acceptance of draft i after accepted drafts 1 to i - 1",
-)
 PROJECTED_SPEEDUP = Gauge(
     "paceline.drafter.projected_speedup",
     "1",
@@ -71,11 +56,7 @@ PROJECTED_SPEEDUP = Gauge(
     "the cost of such a round",
 )
 JUDGED_POLICY_VERSION = Gauge(
-    "paceline.drafter.judged_policy_version",
-    "1",
-    DRAFTER,
-    "policy version of the fresh rows behind the gauges above; a gauge, because a label would "
-    "create new series at every RL step",
+    "paceline.drafter.judged_policy_version", "1", DRAFTER, "policy version of the fresh rows"
 )
 DECISIONS = Counter(
     "paceline.drafter.decisions",
@@ -89,7 +70,7 @@ PREEMPTION_LATENCY = Histogram(
     "s",
     (),
     "time from Preempt to free slots",
-    LATENCY_BOUNDARIES_S,
+    (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0),
 )
 
 
@@ -120,10 +101,5 @@ def record_decision(decision: Judged) -> None:
         labels: Labels = {"drafter": drafter, "temperature": decision.temperature, "role": role}
         ACCEPT_LENGTH.record(length, **labels)
         PROJECTED_SPEEDUP.record(speedup, **labels)
-        before = 1.0
         for position, value in enumerate(survival, 1):
             SURVIVAL.record(value, **labels, position=position)
-            CONDITIONAL_ACCEPTANCE.record(
-                value / before if before else 0.0, **labels, position=position
-            )
-            before = value

@@ -23,7 +23,7 @@ from paceline.services.drafter_trainer.rows import store
 from paceline.speculators.packed import PackedRow
 from paceline.streams import RedisStream, connect, run_key
 from paceline.training import checkpoints
-from paceline.training.process import COLLECTIVE_S, join_ranks
+from paceline.training.process import COLLECTIVE_S, from_rank_zero, join_ranks
 
 IDLE_S = 1.0
 SPECULATOR = "speculator"
@@ -50,7 +50,6 @@ class Rank:
         candidates = Candidates(directory / "drafter-candidates", self._target, [net.kind])
         if self.rank == 0 and not candidates.versions:
             candidates.save(0, net)
-        self._whole = net.twin()
         self.membership = membership.Membership(config.device)
         self.learner = learner.DrafterLearner(
             net,
@@ -159,7 +158,7 @@ class Rank:
 
         Collective over all ranks, once for every Join command, even a late Join.
         """
-        if not self.membership.agreed(running=running):
+        if not from_rank_zero(running):
             return False
         self._gather(command.slots)
         return True
@@ -266,11 +265,8 @@ class Rank:
 
         return number
 
-    def _export(self, state: dict[str, Any], directory: Path) -> None:
-        """Writes the drafter beside its shards, in the form that engines load."""
-        net = self._whole.twin()
-        net.load_tensors(checkpoints.read_whole(directory, "learner/model", state))
-        net.save(directory / SPECULATOR)
+    def _export(self, state: dict[str, Any], checkpoint: Path) -> None:
+        self.learner.export(state, checkpoint, checkpoint / SPECULATOR)
 
 
 def main() -> None:

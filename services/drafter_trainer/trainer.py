@@ -110,8 +110,6 @@ def activation_span(command: m.Activate) -> Iterator[None]:
 MIN_MICRO_BATCH_TOKENS = 32
 DATA_WAIT_S = 0.05
 """Seconds of a wait for rows between two checks for commands."""
-TOLD_EVERY_S = 0.25
-"""Seconds between two progress reports of an activation."""
 
 
 @dataclass(slots=True)
@@ -119,11 +117,8 @@ class Activation:
     """Counters of one lease."""
 
     epoch: int
-    max_steps: int
     slots: Sequence[int]  # it trains on
-    began: float  # time.monotonic()
-    data_until: float  # end of the wait for rows
-    tell_at: float  # time of the next progress report
+    began: float = field(default_factory=time.monotonic)
     first_step_s: float = 0.0  # until the first micro-batch began
     steps: int = 0
     micro_batches: int = 0
@@ -162,6 +157,7 @@ class DrafterTrainer:
         candidates: round.Candidates,
     ) -> None:
         self._config, self._learner, self.rows, self._link = config, learner, rows, link
+        self._progress = messages.ProgressReport(self._report)
         self.seconds_per_token = 0.0  # of a micro-batch, smoothed; 0 before the first
         rows.shape = lambda: (self._learner.members.size, self._micro_batch_tokens())
         self.gate = gate.PublishGate(config, learner, rows, candidates)
@@ -174,22 +170,15 @@ class DrafterTrainer:
         """Trains until preempted, out of rows or done. A stop between two micro-batches loses no
         work.
         """
-        began = time.monotonic()
-        activation = Activation(
-            command.epoch,
-            command.max_steps,
-            command.slots,
-            began,
-            began + self._config.data_wait_s,
-            began + TOLD_EVERY_S,
-        )
+        activation = Activation(command.epoch, command.slots)
         self.rows.begin()
         untold = self.gate.begin(command)
         self._link.send(m.Attached(command.epoch, self._learner.members.size))
         self._send(untold)
-        while (reason := self._stop_reason(activation)) is None:
+        while (reason := self._stop_reason(activation, command.max_steps)) is None:
             activation.slots = self.add_slots(activation.epoch) or activation.slots
-            self._report(activation)
+            doing = "judges" if self.gate.judging else "trains"
+            self._progress.goes_on(f"{doing}, {activation.micro_batches} micro-batches done")
             # Ready rows are trained on first, since a round of the gate may outlast the lease.
             begins = not activation.first_step_s and not self.gate.frozen
             if begins and (batch := self.rows.next()):
@@ -209,18 +198,19 @@ class DrafterTrainer:
         self.rows.end()
         return self._stopped(activation, reason)
 
-    def _stop_reason(self, activation: Activation) -> str | None:
+    def _stop_reason(self, activation: Activation, max_steps: int) -> str | None:
         """Handles arrived commands; returns the reason to stop, or None."""
         if self._link.preempted(activation.epoch):
             return "preempted"
-        if activation.max_steps and activation.steps >= activation.max_steps:
+        if max_steps and activation.steps >= max_steps:
             return "max_steps"
         if self.gate.frozen and not self.gate.judging and not self.gate.due():
             return "frozen"
         with self.rows.locked() as buffer:
-            usable, tokens = buffer.tokens_of(self.rows.heads.hashes), buffer.tokens
+            usable, tokens = buffer.tokens_of(self.rows.heads), buffer.tokens
         if not usable:
-            return None if time.monotonic() < activation.data_until else "no_data"
+            waits = time.monotonic() < activation.began + self._config.data_wait_s
+            return None if waits else "no_data"
         return "epochs" if activation.tokens >= self._config.max_epochs * tokens else None
 
     def _train(self, activation: Activation, batch: PackedBatch) -> None:
@@ -248,16 +238,12 @@ class DrafterTrainer:
         if result.stepped:
             self.after_step()
 
-    def _report(self, activation: Activation) -> None:
-        """Reports the activation's progress to the parent, and makes the other members wait on. A
+    def _report(self, doing: messages.Doing) -> None:
+        """Sends the activation's progress to the parent, and makes the other members wait on. A
         round of the gate therefore cannot exceed their deadline.
         """
-        if time.monotonic() < activation.tell_at:
-            return
-        doing = "judges" if self.gate.judging else f"trains micro-batch {activation.micro_batches}"
-        self._link.send(messages.Doing(doing))
+        self._link.send(doing)
         announce("wait", self._learner.members)
-        activation.tell_at = time.monotonic() + TOLD_EVERY_S
 
     def _micro_batch_tokens(self) -> int:
         """Number of tokens that can be trained in micro_batch_ms of thread time.

@@ -112,9 +112,9 @@ class PolicyTrainerConfig(ServiceConfig):
     """Number format of forward, backward and gathered weights. Weights, gradient sums and the
     optimiser's moments are always float32.
     """
-    attention: Literal["sdpa", "flex", "flash"] = "sdpa"
+    attention: Literal["sdpa", "flex"] = "sdpa"
     """Attention kernel. sdpa: torch's, which masks packed rows; flex: compiled, only CUDA, skips
-    masked blocks; flash: needs the package flash_attn.
+    masked blocks.
     """
     offload: bool = False
     """Whether weights and moments move to CPU memory between steps: less GPU memory, two copies per
@@ -126,7 +126,7 @@ class PolicyTrainerConfig(ServiceConfig):
     """Maximum tokens of a rank's forward, padding included."""
     row_tokens: int = Field(default=0, ge=0)
     """Tokens of a packed row; a longer trajectory has its own row. Shared beginnings of a group in
-    one row are computed once, except with attention "flash". 0: the width with the shortest
+    one row are computed once. 0: the width with the shortest
     predicted step for each batch, up to 4,096.
     """
     head_rows: int = Field(default=0, ge=0)
@@ -157,10 +157,6 @@ class PolicyTrainerConfig(ServiceConfig):
     """
     checkpoint_interval_steps: int = Field(default=10, ge=1)
     """RL steps between checkpoints."""
-    checkpoint_keep: ClassVar[int] = 2
-    """Number of newest checkpoints kept, besides the checkpoint with the best held-out accuracy
-    (best.json).
-    """
     ledger_keep: int = Field(default=16, ge=0)
     """Number of checkpointed steps with single trajectories in Redis; older steps keep only totals.
     """

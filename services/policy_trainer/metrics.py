@@ -4,17 +4,10 @@ from paceline.services.policy_trainer.messages import Progress
 from paceline.telemetry.metrics import Counter, Gauge, Histogram
 
 CHECKPOINTS_DAMAGED = Counter(
-    "paceline.policy.checkpoints_damaged",
-    "{checkpoint}",
-    (),
-    "damaged checkpoints at a start; the trainer loads the checkpoint before and repeats the "
-    "later steps",
+    "paceline.policy.checkpoints_damaged", "{checkpoint}", (), "damaged checkpoints at a start"
 )
 VERSIONS_TAKEN = Counter(
-    "paceline.policy.versions_taken",
-    "{version}",
-    (),
-    "served versions that a restarted trainer adopted, because its replay gave other bits",
+    "paceline.policy.versions_taken", "{version}", (), "served versions adopted after a restart"
 )
 STALENESS = Histogram(
     "paceline.policy.staleness",
@@ -39,10 +32,7 @@ NOT_FINITE = Counter(
     "an optimiser update, skipped for its loss or gradient norm",
 )
 HEADS_LEFT_OUT = Counter(
-    "paceline.policy.heads_left_out",
-    "{version}",
-    (),
-    "versions whose head was not pushed, because the drafter trainer rejected it",
+    "paceline.policy.heads_left_out", "{version}", (), "heads that the drafter trainer rejected"
 )
 DEAD_LETTERS = Counter(
     "paceline.policy.dead_letters", "{entry}", (), "unreadable entries of the trajectories' stream"
@@ -50,10 +40,7 @@ DEAD_LETTERS = Counter(
 STEPS = Counter("paceline.policy.steps", "{step}", (), "trained RL steps")
 UPDATES = Counter("paceline.policy.updates", "{update}", (), "optimiser updates")
 TOKENS_PER_SECOND = Gauge(
-    "paceline.policy.tokens_per_second",
-    "{token}/s",
-    (),
-    "tokens of the last step's batch, prompts included, per second of training",
+    "paceline.policy.tokens_per_second", "{token}/s", (), "tokens per second of the last training"
 )
 PUSHED_BYTES = Counter(
     "paceline.policy.pushed_bytes",
@@ -70,10 +57,7 @@ CHECKPOINT_TIME = Histogram(
 )
 VERSION = Gauge("paceline.policy.version", "{version}", (), "policy version of the last step")
 REWARD = Gauge(
-    "paceline.policy.reward",
-    "1",
-    ("statistic",),
-    "reward of the last batch's sessions; statistic: mean or std",
+    "paceline.policy.reward", "1", ("statistic",), "mean or std of the last batch's sessions"
 )
 FIGURE = Gauge(
     "paceline.policy.figure",

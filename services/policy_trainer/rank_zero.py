@@ -15,7 +15,7 @@ from paceline.ranks import group, messages
 from paceline.rpc.progress import REDIS
 from paceline.services.policy_trainer import messages as m
 from paceline.services.policy_trainer import metrics, publish
-from paceline.services.policy_trainer.batches import batcher, groups
+from paceline.services.policy_trainer.batches import batcher
 from paceline.services.policy_trainer.batches.records import RecordFile, StepRecord
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.streams import Ledger, RedisStream, connect, run_key
@@ -76,16 +76,9 @@ class RankZero:
         """The batch of a step, after its record is on disk. None after a failure, which is reported
         to the parent.
         """
-        self.send(messages.Doing(f"collects the groups of step {command.sender.step}", REDIS))
-        wanted = groups.Wanted(
-            step=command.sender.step,
-            policy_version=command.policy_version,
-            groups=tuple(command.groups),
-            left_out=frozenset(command.left_out),
-            deadline_s=min(command.group_deadline_s, self._config.step_deadline_s),
-        )
+        self.send(messages.Doing(f"collects the groups of step {command.wanted.step}", REDIS))
         try:
-            collected = self._runner.run(self._collect(command, wanted))
+            collected = self._runner.run(self._collect(command.wanted, command.carrier))
         except PacelineError as error:
             self.failed(command.command_id, error)
             return None
@@ -181,9 +174,9 @@ class RankZero:
             metrics.NOT_FINITE.record(skipped, what="update")
             _log.error("updates_skipped", step=progress.step, updates=skipped)
 
-    async def _collect(self, command: m.Train, wanted: groups.Wanted) -> batcher.Collected:
-        parent = extract(command.sender.carrier)
-        with span(names.BATCH_WAIT, {names.RL_STEP: wanted.step}, parent=parent) as current:
+    async def _collect(self, wanted: m.Wanted, carrier: Mapping[str, str]) -> batcher.Collected:
+        about, parent = {names.RL_STEP: wanted.step}, extract(carrier)
+        with span(names.BATCH_WAIT, about, parent=parent) as current:
             began = time.perf_counter()
             batch = await self._batcher.collect(wanted)
             link_current(batch.links)
@@ -200,9 +193,9 @@ class RankZero:
     def _push(
         self, command: m.Train, progress: m.Progress, publication: publish.Publication
     ) -> None:
-        parent = extract(command.sender.carrier)
+        parent = extract(command.carrier)
         with span(names.POLICY_PUBLISH, {names.RL_STEP: progress.step}, parent=parent) as current:
-            report = self.publisher.push(publication, command.sender.context())
+            report = self.publisher.push(publication, command.sender())
             current.set_attribute(names.BYTES, report.bytes)
             metrics.PART_TIME.record(report.push_s, part="publish")
             metrics.PUSHED_BYTES.record(report.bytes, encoding=report.encoding)

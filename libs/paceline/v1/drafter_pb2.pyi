@@ -86,7 +86,7 @@ class Activated(_message.Message):
     def __init__(self, attach_s: _Optional[float] = ..., world_size: _Optional[int] = ...) -> None: ...
 
 class GateDecision(_message.Message):
-    __slots__ = ("drafter_version", "promoted", "candidate_accept_length", "serving_accept_length", "noise", "policy_version", "positions", "optimizer_steps", "decision", "kind", "candidate_speedup", "serving_speedup", "speedup_noise", "costs_measured", "temperature", "survival", "conditional", "serving_survival")
+    __slots__ = ("drafter_version", "promoted", "candidate_accept_length", "serving_accept_length", "noise", "policy_version", "positions", "optimizer_steps", "decision", "kind", "candidate_speedup", "serving_speedup", "speedup_noise", "costs_measured", "temperature", "survival", "serving_survival")
     DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     PROMOTED_FIELD_NUMBER: _ClassVar[int]
     CANDIDATE_ACCEPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -103,7 +103,6 @@ class GateDecision(_message.Message):
     COSTS_MEASURED_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     SURVIVAL_FIELD_NUMBER: _ClassVar[int]
-    CONDITIONAL_FIELD_NUMBER: _ClassVar[int]
     SERVING_SURVIVAL_FIELD_NUMBER: _ClassVar[int]
     drafter_version: int
     promoted: bool
@@ -121,9 +120,8 @@ class GateDecision(_message.Message):
     costs_measured: bool
     temperature: float
     survival: _containers.RepeatedScalarFieldContainer[float]
-    conditional: _containers.RepeatedScalarFieldContainer[float]
     serving_survival: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, drafter_version: _Optional[int] = ..., promoted: _Optional[bool] = ..., candidate_accept_length: _Optional[float] = ..., serving_accept_length: _Optional[float] = ..., noise: _Optional[float] = ..., policy_version: _Optional[int] = ..., positions: _Optional[int] = ..., optimizer_steps: _Optional[int] = ..., decision: _Optional[str] = ..., kind: _Optional[str] = ..., candidate_speedup: _Optional[float] = ..., serving_speedup: _Optional[float] = ..., speedup_noise: _Optional[float] = ..., costs_measured: _Optional[bool] = ..., temperature: _Optional[float] = ..., survival: _Optional[_Iterable[float]] = ..., conditional: _Optional[_Iterable[float]] = ..., serving_survival: _Optional[_Iterable[float]] = ...) -> None: ...
+    def __init__(self, drafter_version: _Optional[int] = ..., promoted: _Optional[bool] = ..., candidate_accept_length: _Optional[float] = ..., serving_accept_length: _Optional[float] = ..., noise: _Optional[float] = ..., policy_version: _Optional[int] = ..., positions: _Optional[int] = ..., optimizer_steps: _Optional[int] = ..., decision: _Optional[str] = ..., kind: _Optional[str] = ..., candidate_speedup: _Optional[float] = ..., serving_speedup: _Optional[float] = ..., speedup_noise: _Optional[float] = ..., costs_measured: _Optional[bool] = ..., temperature: _Optional[float] = ..., survival: _Optional[_Iterable[float]] = ..., serving_survival: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Detached(_message.Message):
     __slots__ = ("reason", "steps", "micro_batches", "tokens", "loss", "busy_s", "total_steps", "dropped", "first_step_s")

@@ -93,7 +93,7 @@ class PublishGate:
         if not self._enough(samples):
             return
         self._hurry.begun(samples[-1].policy_version)
-        heads = self._rows.heads.snapshot()
+        heads = dict(self._rows.heads)
         candidates = [] if self.frozen else self._snapshots()
         self._round = self._round_of(samples, heads, candidates)
 
@@ -190,7 +190,7 @@ class PublishGate:
     # --- a round ----------------------------------------------------------------------------------
 
     def _fresh(self) -> list[FeatureSample]:
-        settings, known = self._settings, self._rows.heads.hashes
+        settings, known = self._settings, self._rows.heads
         with self._rows.locked() as buffer:
             if self.frozen:  # looks are steps apart, and a step keeps few groups for judging
                 found = buffer.newest(known)

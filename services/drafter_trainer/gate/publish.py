@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -81,19 +82,25 @@ class Promoter:
         # in progress, or done and not yet collected
         self.push: asyncio.Task[PushOutcome] | None = None
 
-    def start(self, decision: Judged, context: CommandContext) -> None:
-        """Pushes a promoted drafter."""
+    def start(self, decision: Judged, context: CommandContext, news: asyncio.Queue[Any]) -> None:
+        """Pushes a promoted drafter; the finished task is put into `news`."""
         self.cancel()
         self.push = asyncio.create_task(self._attempt(decision, context))
+        self.push.add_done_callback(news.put_nowait)
 
-    def start_again(self, context: CommandContext) -> None:
-        """Pushes a drafter that an earlier attempt did not bring to the gateway."""
-        if self._waiting is not None and self.push is None:
-            self.start(self._waiting, context)
+    def start_again(self, context: CommandContext, news: asyncio.Queue[Any]) -> None:
+        """Puts the push of an earlier activation into `news`, once it is done. If that push has not
+        brought its drafter to the gateway, the drafter is pushed again.
+        """
+        if self.push is not None:
+            self.push.add_done_callback(news.put_nowait)
+        elif self._waiting is not None:
+            self.start(self._waiting, context, news)
 
-    def collect_outcome(self) -> PushOutcome:
-        """The result of `push`, which must be done."""
-        assert self.push is not None
+    def collect_outcome(self) -> PushOutcome | None:
+        """The result of `push`; None if there is none yet."""
+        if self.push is None or not self.push.done():
+            return None
         outcome = self.push.result()
         self.push = None
         self._waiting = outcome.decision if outcome.again else None

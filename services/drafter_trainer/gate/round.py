@@ -15,7 +15,7 @@ from paceline.models.config import ModelConfig
 from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.gate import comparison, evaluate
 from paceline.services.drafter_trainer.rows.sample import FeatureSample
-from paceline.speculators import kinds, shift
+from paceline.speculators import kinds
 from paceline.speculators.net import DraftNet, read_drafter
 from paceline.telemetry import get_logger
 from paceline.whole_files import check_hashes, write_hashes
@@ -104,7 +104,6 @@ def judged(
         policy_version=now.job.head.policy_version,
         lm_head_hash=now.job.head.hash,
         temperature=now.samples[-1].temperature,
-        conditional=shift.conditional(judgement.survival),
         **{name: getattr(judgement, name) for name in _FIGURES},
     )
 
@@ -121,7 +120,6 @@ def reopened(
         noise=itself.serving_noise,
         speedup_noise=0.0,
         survival=(),
-        conditional=(),
     )
 
 

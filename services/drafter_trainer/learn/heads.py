@@ -1,4 +1,4 @@
-"""Keeps the policy's embedding and head by hash, for versions with usable rows."""
+"""Reads the policy's embedding and head, which a drafter shares."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,6 @@ from paceline.models.loading import weight_files
 from paceline.tensors import head_hash
 from paceline.weights.manifest import check_spooled
 
-KEPT_HEADS = 4
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -69,35 +68,3 @@ def read_spooled_head(path: Path, policy_version: int, target: ModelConfig) -> P
     if shape != allowed or tuple(head.embed_tokens.shape) != allowed:
         raise InvalidInput("a policy head of another shape", seen=shape, allowed=allowed)
     return head
-
-
-class PolicyHeads:
-    """The newest KEPT_HEADS by hash."""
-
-    def __init__(self) -> None:
-        self._by_hash: dict[str, PolicyHead] = {}  # newest last
-
-    def add(self, head: PolicyHead) -> None:
-        """Adds a head as the newest; the oldest beyond the limit is dropped."""
-        self._by_hash.pop(head.hash, None)
-        self._by_hash[head.hash] = head
-        while len(self._by_hash) > KEPT_HEADS:
-            del self._by_hash[next(iter(self._by_hash))]
-
-    def get(self, head_hash: str) -> PolicyHead | None:
-        """The head of that hash; None if it is dropped or has not arrived."""
-        return self._by_hash.get(head_hash)
-
-    def snapshot(self) -> dict[str, PolicyHead]:
-        """The present heads by hash; later changes do not affect the result."""
-        return dict(self._by_hash)
-
-    @property
-    def newest(self) -> PolicyHead:
-        """Head of the newest version; always present."""
-        return next(reversed(self._by_hash.values()))
-
-    @property
-    def hashes(self) -> tuple[str, ...]:
-        """Kept hashes, newest last."""
-        return tuple(self._by_hash)

@@ -5,6 +5,7 @@ gradients over micro-batches, steps, and moves all of it to other members.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -150,8 +151,7 @@ def move(old: ShardedDrafter | None, new: ShardedDrafter | None, *, gradients: b
         whole = found.get(key)
         if whole is None:
             whole = torch.zeros(target.shape, dtype=target.dtype)
-        if new.members.size > 1:
-            dist.broadcast(whole, 0, group=new.members.group)
+        dist.broadcast(whole, 0, group=new.members.group)
         shards.local_of(target).copy_(shards.local_rows(whole, target))
 
 
@@ -228,8 +228,7 @@ class DrafterLearner:
     def _optimizer_step(self) -> bool:
         """Returns False if the gradient was not finite: it is dropped, and no step is counted."""
         positions = torch.tensor(float(self._pending_positions), dtype=torch.float64)
-        if self.members.size > 1:
-            dist.all_reduce(positions, group=self.members.group)
+        dist.all_reduce(positions, group=self.members.group)
         for parameter in self.sharded.parameters.values():
             if parameter.grad is not None:
                 parameter.grad.mul_(1.0 / max(float(positions), 1.0))
@@ -253,9 +252,8 @@ class DrafterLearner:
     def _reshard(self, members: membership.Members) -> None:
         counters = torch.tensor([self.total_steps, self.total_tokens, self._pending_rows])
         positions = torch.tensor(float(self._pending_positions), dtype=torch.float64)
-        if dist.get_world_size() > 1:
-            dist.broadcast(counters, 0)
-            dist.all_reduce(positions)
+        dist.broadcast(counters, 0)
+        dist.all_reduce(positions)
         self.total_steps, self.total_tokens, self._pending_rows = counters.tolist()
         self._pending_positions = int(positions) if dist.get_rank() == 0 else 0
         new = (
@@ -273,9 +271,8 @@ class DrafterLearner:
         net = self._whole.twin()
         if start is not None:
             net.load_tensors(start.state_dict())
-        if self.members.size > 1:
-            for tensor in net.state_dict().values():
-                dist.broadcast(tensor, 0, group=self.members.group)
+        for tensor in net.state_dict().values():
+            dist.broadcast(tensor, 0, group=self.members.group)
         self._sharded = ShardedDrafter(net, self._config, self.members)
         self._pending_rows, self._pending_positions, self._bound = 0, 0, None
 
@@ -313,6 +310,14 @@ class DrafterLearner:
         """Restores the `state` of the same number of members."""
         self.sharded.load_state(state)
         self.total_steps, self.total_tokens = state["total_steps"], state["total_tokens"]
+
+    def export(self, state: dict[str, Any], checkpoint: Path, directory: Path) -> None:
+        """Writes the whole drafter of a checkpoint with this `state` under "learner", in the form
+        that engines load. Raises DataLoss.
+        """
+        net = self._whole.twin()
+        net.load_tensors(dict(checkpoints.read_each_whole(checkpoint, "learner/model", state)))
+        net.save(directory)
 
 
 def initial_net(config: DrafterTrainerConfig, target: ModelConfig) -> DraftNet:

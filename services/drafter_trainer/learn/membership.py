@@ -49,7 +49,7 @@ class Members:
 
     def meet(self) -> None:
         """Returns when all members have called it."""
-        if self.size > 1 and self.takes_part:
+        if self.takes_part:
             dist.all_reduce(torch.zeros(()), group=self.group)
 
     def agree(self, *numbers: int) -> list[int]:
@@ -57,8 +57,7 @@ class Members:
         matters.
         """
         values = torch.tensor(numbers)
-        if self.size > 1:
-            dist.broadcast(values, 0, group=self.group)
+        dist.broadcast(values, 0, group=self.group)
         return [int(value) for value in values.tolist()]
 
 
@@ -92,13 +91,6 @@ class Membership:
         self.members = self._known[devices]
         return self.members
 
-    def agreed(self, *, running: bool) -> bool:
-        """Rank 0's value on every rank, members or not; values of the other ranks are ignored."""
-        word = torch.tensor(int(running))
-        if dist.get_world_size() > 1:
-            dist.broadcast(word, 0)
-        return bool(word)
-
     def is_current(self, slots: Sequence[int]) -> bool:
         """Whether `join` would change nothing."""
         return self._places(slots[: dist.get_world_size()]) == self.members.devices
@@ -119,7 +111,7 @@ def _members(devices: tuple[str, ...]) -> Members:
     ranks = list(range(len(devices)))
     whole = len(ranks) == dist.get_world_size()
     group = dist.group.WORLD if whole and devices[0] == "cpu" else dist.new_group(ranks)
-    writing = dist.new_group(ranks, backend="gloo") if len(ranks) > 1 else None
+    writing = dist.new_group(ranks, backend="gloo")
     if dist.get_rank() not in ranks:
         return Members(devices, None, None, None, None)
     assert group is not None

@@ -67,7 +67,6 @@ class OfflineRun:
             "rows_per_step": config.rows_per_step,
             "data": data.fingerprint(samples),
         }
-        self._whole = net.twin()
         self._learner = learner.DrafterLearner(
             net, config, micro_batches=config.rows_per_step, members=self._members
         )
@@ -85,18 +84,15 @@ class OfflineRun:
         """Trains until the end, or until a rank is `stopping`, and saves. Returns whether it
         reached the end.
         """
-        config, saved = self._config, self.step or -1
+        config = self._config
         rows = islice(rows_of(self._train, config), self.step * config.rows_per_step, None)
         while self.step < self.steps and not any(from_all_ranks(stopping())):
             self._train_step([*islice(rows, config.rows_per_step)])
-            last = self.step == self.steps
-            if last or self.step % config.eval_every == 0:
+            if self.step == self.steps or self.step % config.eval_every == 0:
                 self._evaluate()
-            if last or self.step % config.save_every == 0:
+            if self.step < self.steps and self.step % config.save_every == 0:
                 self._save()
-                saved = self.step
-        if saved != self.step:
-            self._save()
+        self._save()
         self._writer.wait()
         return self.step >= self.steps
 
@@ -113,10 +109,8 @@ class OfflineRun:
             for name, mean in means.items():
                 sums[name] = sums.get(name, 0.0) + mean * result.positions
 
-        values = torch.tensor([*sums.values()], dtype=torch.float64)
-        if self._world > 1:
-            dist.all_reduce(values)
-        figures = dict(zip(sums, values.tolist(), strict=True))
+        of_ranks = from_all_ranks(sums)
+        figures = {name: sum(one[name] for one in of_ranks) for name in sums}
         positions = int(figures.pop("positions"))
         self._log(
             "trained",
@@ -168,9 +162,8 @@ class OfflineRun:
 
     def _export(self, state: dict[str, Any], directory: Path) -> None:
         """Writes the whole drafter from the shards in `directory` to OUT/checkpoint/speculator."""
-        net, out = self._whole.twin(), self._config.out
-        net.load_tensors(checkpoints.read_whole(directory, "learner/model", state))
-        net.save(out / ".checkpoint" / "speculator")
+        out = self._config.out
+        self._learner.export(state, directory, out / ".checkpoint" / "speculator")
         shutil.rmtree(out / "checkpoint", ignore_errors=True)
         (out / ".checkpoint").rename(out / "checkpoint")
 
@@ -192,7 +185,7 @@ class OfflineRun:
         if self._rank == 0 and self._file.exists():  # lines of later steps are written again
             lines = self._file.read_text(encoding="utf-8").splitlines(keepends=True)
             # A process that died during a write leaves a line without an end.
-            whole = [one for one in lines if self.step and one.endswith("\n")]
+            whole = [one for one in lines if one.endswith("\n")]
             kept = [one for one in whole if json.loads(one)["step"] <= self.step]
             self._file.write_text("".join(kept), encoding="utf-8")
 

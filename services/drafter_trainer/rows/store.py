@@ -16,7 +16,7 @@ from paceline.errors import DataLoss, ResourceExhausted, Unavailable
 from paceline.models.config import ModelConfig
 from paceline.models.products import spare_rows
 from paceline.services.drafter_trainer.config import BufferConfig
-from paceline.services.drafter_trainer.learn.heads import PolicyHead, PolicyHeads
+from paceline.services.drafter_trainer.learn.heads import PolicyHead
 from paceline.services.drafter_trainer.metrics import SAMPLES_DROPPED
 from paceline.services.drafter_trainer.rows.buffer import FeatureBuffer
 from paceline.services.drafter_trainer.rows.sample import FeatureSample, pack, sample_from
@@ -24,6 +24,7 @@ from paceline.speculators.packed import PackedRow
 from paceline.streams import Entry, RedisStream, decode_features
 from paceline.telemetry import names, span
 
+KEPT_HEADS = 4
 READY = 4
 """Batches packed before a lease begins."""
 
@@ -45,7 +46,8 @@ class RowStore:
 
     def __init__(self, config: BufferConfig, seed: int, batch_bytes: int) -> None:
         """`batch_bytes`: most bytes of captured states in a row."""
-        self._config, self.heads, self._batch_bytes = config, PolicyHeads(), batch_bytes
+        self._config, self._batch_bytes = config, batch_bytes
+        self.heads: dict[str, PolicyHead] = {}  # by hash, newest last; the newest KEPT_HEADS
         self._buffer = FeatureBuffer(config, seed)
         self._changed = threading.Condition(threading.RLock())
         self._ready: deque[PackedBatch] = deque()
@@ -76,7 +78,10 @@ class RowStore:
         removed.
         """
         with self._changed:
-            self.heads.add(head)
+            self.heads.pop(head.hash, None)
+            self.heads[head.hash] = head
+            while len(self.heads) > KEPT_HEADS:
+                del self.heads[next(iter(self.heads))]
             self._ready.clear()
             self._forget_stale()
             if self._resting:
@@ -99,7 +104,7 @@ class RowStore:
             ranks, _ = self.shape()
             while self._ready:
                 ready = self._ready.popleft()
-                if len(ready.rows) == ranks and ready.head.hash in self.heads.hashes:
+                if len(ready.rows) == ranks and ready.head.hash in self.heads:
                     return ready
             return self._draw()
 
@@ -121,12 +126,10 @@ class RowStore:
     def _draw(self) -> PackedBatch | None:
         ranks, tokens = self.shape()
         tokens = min(tokens, max(1, self._batch_bytes // self._position_bytes))
-        known = set(self.heads.hashes)
-        samples = self._buffer.draw(tokens * ranks, known=known, at_least=ranks)
+        samples = self._buffer.draw(tokens * ranks, known=self.heads, at_least=ranks)
         if not samples:
             return None
-        head = self.heads.get(samples[0].lm_head_hash)
-        assert head is not None
+        head = self.heads[samples[0].lm_head_hash]
         window = self._config.window
         rows = [_placed(pack(samples[rank::ranks], window=window)) for rank in range(ranks)]
         traces = frozenset(one.traceparent for one in samples) - {""}
@@ -136,9 +139,9 @@ class RowStore:
         """Keeps rows of a version with a head still in transit; drops older rows without a head,
         which can never be used.
         """
-        known, newest = set(self.heads.hashes), self.heads.newest.policy_version
+        newest = next(reversed(self.heads.values())).policy_version
         self._buffer.forget(
-            lambda s: s.lm_head_hash in known or s.policy_version > newest, "stale_head"
+            lambda s: s.lm_head_hash in self.heads or s.policy_version > newest, "stale_head"
         )
 
 

@@ -199,14 +199,12 @@ def common_prefix(one: Tokens, other: Tokens) -> int:
     return int(differ[0]) if len(differ) else length
 
 
-def make_micro_batch(
-    batch: TrainBatch, rows: Sequence[Sequence[int]], *, shares: bool = True
-) -> MicroBatch:
-    """Packs the trajectories of `rows`. Without rows, one padding token without a trained token: an
-    idle rank must still join the collectives. `shares`: neighbours of a group share their prefix.
+def make_micro_batch(batch: TrainBatch, rows: Sequence[Sequence[int]]) -> MicroBatch:
+    """Packs the trajectories of `rows`; neighbours of a group share their prefix. Without rows, one
+    padding token without a trained token: an idle rank must still join the collectives.
     """
     starts = batch.starts
-    groups = batch.groups.tolist() if shares else list(range(len(batch.groups)))
+    groups = batch.groups.tolist()
     ends = torch.searchsorted(batch.owners, torch.arange(len(groups)), right=True).tolist()
     layouts = [TreeRow() for _ in rows] or [TreeRow()]
     tokens, sequences, positions, before = [_NONE], [_NONE], [_NONE], []

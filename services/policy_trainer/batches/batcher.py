@@ -59,7 +59,7 @@ class Batcher:
         for entry in await self._stream.unacked(GROUP, CONSUMER):
             await self._admit(entry)
 
-    async def collect(self, wanted: held_groups.Wanted) -> held_groups.Batch:
+    async def collect(self, wanted: messages.Wanted) -> held_groups.Batch:
         """Waits until every wanted group has all its sessions complete, or until the deadline, and
         closes the groups. Everything in the stream by then counts, even if this process runs late.
 

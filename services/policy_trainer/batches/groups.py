@@ -12,6 +12,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from paceline.services.policy_trainer.batches.records import StepRecord
+from paceline.services.policy_trainer.messages import Wanted
 from paceline.services.policy_trainer.metrics import NOT_FINITE
 from paceline.telemetry import get_logger
 from paceline.trajectory import Trajectory
@@ -167,17 +168,6 @@ FILTERED = "filtered"
 GroupFilter = Callable[[Sequence[Trajectory]], bool]
 ABANDONED = 8
 """Policy versions beyond the bound after which an unrequested group is dropped."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """A step and its awaited groups."""
-
-    step: int
-    policy_version: int  # weights at the step's start
-    groups: tuple[tuple[str, int], ...]  # (group id, sessions); 0 sessions: no wait
-    deadline_s: float
-    left_out: frozenset[str] = frozenset()  # groups of equal rewards, replaced by other groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,7 +214,6 @@ class Packer:
         self._config = config
         self._mesh = mesh
         self._pair_cost = pair_cost
-        self._shares = config.attention != "flash"  # flash supports documents only
 
     def micro_batches(self, batch: TrainBatch, chosen: Bool[Tensor, " B"]) -> Iterator[MicroBatch]:
         """This rank's micro-batches, as many as on every rank, possibly empty. Trajectories without
@@ -225,7 +224,7 @@ class Packer:
         units, plan = self._packing(batch, numbers)
         for rows in plan[self._mesh.get_rank()]:
             packed = [[numbers[i] for u in row for i in units[u].members] for row in rows]
-            micro = make_micro_batch(batch, packed, shares=self._shares)
+            micro = make_micro_batch(batch, packed)
             yield on_device(micro, self._mesh.device_type)
 
     def accumulate(
@@ -259,9 +258,7 @@ class Packer:
     def _packing(self, batch: TrainBatch, numbers: Sequence[int]) -> Packing:
         """The packing; equal on every rank."""
         config, inputs = self._config, batch.inputs(numbers)
-        # Without sharing, each trajectory is a group of its own.
-        groups = batch.groups[list(numbers)].tolist() if self._shares else range(len(inputs))
-        alike = neighbours(inputs, groups)
+        alike = neighbours(inputs, batch.groups[list(numbers)].tolist())
 
         def laid_out(row_tokens: int) -> Packing:
             units = prefix_units(alike, row_tokens)

@@ -29,29 +29,6 @@ from paceline.telemetry import names, span
 from paceline.training.optimizer import NamedOptimizer
 
 
-class StepParts:
-    """Seconds of this rank by part, until they are taken. Rank 0 also records a span per part."""
-
-    def __init__(self) -> None:
-        self._seconds: defaultdict[str, float] = defaultdict(float)
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Attributes the block to that part. On CUDA, work may finish in a later part, at the
-        latest in the optimiser, which waits for the gradient's norm.
-        """
-        started = time.perf_counter()
-        with span(names.policy_part(name)) if dist.get_rank() == 0 else nullcontext():
-            yield
-        self._seconds[name] += time.perf_counter() - started
-
-    def collect(self) -> dict[str, float]:
-        """Seconds by figure; restarts from 0."""
-        found = {f"seconds/{name}": value for name, value in self._seconds.items()}
-        self._seconds.clear()
-        return found
-
-
 @dataclass(frozen=True, slots=True)
 class StepStart:
     """Values of each trained token before the updates (T of the batch, on the CPU)."""
@@ -81,7 +58,7 @@ class Learner:
         self.algorithm: base.Algorithm = build_algorithm(config.algorithm)
         self.objective = PolicyObjective(config.algorithm, self.algorithm)
         self.packer = packing.Packer(config, mesh, pair_cost(model))
-        self.parts = StepParts()
+        self._seconds: defaultdict[str, float] = defaultdict(float)  # of this step, by part
         self.updates = 0
         self.on_micro_batch: Callable[[int, int], None] = lambda number, of: None
         """Called with each micro-batch of this rank before it is trained on."""
@@ -114,9 +91,10 @@ class Learner:
         already trained.
         """
         started = time.perf_counter()
+        self._seconds.clear()
         figures = Figures()
         if self.kept.limit:
-            with self.parts.part("audit"):
+            with self._part("audit"):
                 self._audit_earlier(batch, figures)
                 self.kept.keep()
         known, returns = self._know(batch, figures)
@@ -129,19 +107,31 @@ class Learner:
                 losses.append(loss)
                 norms.append(norm)
                 if self.critic is not None:
-                    with self.parts.part("critic"):
+                    with self._part("critic"):
                         old = known.values
                         norms.append(self.critic.update(batch, part, old, returns, figures))
 
         means = {"loss": _mean(losses), "grad_norm": _mean(norms[:1])}
         finite = {name: value for name, value in means.items() if value is not None}
+        reduced, cells = figures.reduced()
         return StepFacts(
-            figures={**figures.reduced(), **finite, **self.parts.collect()},
+            figures={**reduced, **finite, **self._seconds},
             train_s=time.perf_counter() - started,
             world_size=self.mesh.size(),
             skipped_updates=sum(not math.isfinite(norm) for norm in norms),
-            cells=figures.audited(),
+            cells=cells,
         )
+
+    @contextmanager
+    def _part(self, name: str) -> Iterator[None]:
+        """Attributes the seconds of the block to that part of the step; rank 0 also records a span.
+        On CUDA, work may finish in a later part, at the latest in the optimiser, which waits for
+        the gradient's norm.
+        """
+        started = time.perf_counter()
+        with span(names.policy_part(name)) if dist.get_rank() == 0 else nullcontext():
+            yield
+        self._seconds[f"seconds/{name}"] += time.perf_counter() - started
 
     # --- before the updates -----------------------------------------------------------------------
 
@@ -153,13 +143,13 @@ class Learner:
         nothing = torch.zeros(len(batch.owners))
         proximal, reference, values = None, nothing, nothing
         if needs.proximal:
-            with self.parts.part("proximal_logprobs"):
+            with self._part("proximal_logprobs"):
                 proximal = self._look(batch, self.model, figures)
         if self.reference:
-            with self.parts.part("reference_logprobs"):
+            with self._part("reference_logprobs"):
                 reference = self._look(batch, self.reference)
         if self.critic:
-            with self.parts.part("values"):
+            with self._part("values"):
                 values = self._look(batch, self.critic.model)
         penalties = nothing
         kl = self.config.algorithm.kl
@@ -207,9 +197,9 @@ class Learner:
         if not (moving & part.members)[batch.owners].any():
             return 0.0, 0.0
         moved = replace(part, members=part.members & moving)
-        with self.parts.part("forward_backward"):
+        with self._part("forward_backward"):
             loss = self._accumulate(batch, moved, known, figures)
-        with self.parts.part("optimizer"):
+        with self._part("optimizer"):
             return loss, self._move(loss)
 
     def _moving(self, batch: TrainBatch, advantages: Float[Tensor, " T"]) -> Bool[Tensor, " B"]:

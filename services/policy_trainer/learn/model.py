@@ -6,7 +6,6 @@ vocabulary, C rows of a chunk of the language-model head.
 """
 
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +22,7 @@ from paceline.models import loading, products
 from paceline.services.policy_trainer.batches.batch import MicroBatch
 from paceline.services.policy_trainer.config import rows_of_head
 
-KERNELS = {"sdpa": "sdpa", "flex": "flex_attention", "flash": "flash_attention_2"}
+KERNELS = {"sdpa": "sdpa", "flex": "flex_attention"}
 """transformers' names for the choices of `policy_trainer.attention`."""
 
 
@@ -51,16 +50,10 @@ def causal_lm_on_meta(directory: Path, attention: str = "sdpa") -> Any:
 
 
 def check_attention(attention: str, device: str) -> None:
-    """Raises ConfigError for a kernel that cannot train on the device, or is not installed."""
-    seen, on_cuda = f"policy_trainer.attention={attention}", device == "cuda"
-    if attention != "sdpa" and not on_cuda:
+    """Raises ConfigError for a kernel that cannot train on the device."""
+    if attention != "sdpa" and device != "cuda":
+        seen = f"policy_trainer.attention={attention}"
         raise ConfigError(f"this attention does not train on {device}", seen=seen, allowed="sdpa")
-    if attention == "flash" and find_spec("flash_attn") is None:
-        raise ConfigError(
-            "flash attention is not installed: pip install flash-attn",
-            seen=seen,
-            allowed="sdpa or flex without it",
-        )
 
 
 class StartWeights:
@@ -306,16 +299,15 @@ class ValueModel(nn.Module):
 
 def hidden_rows(decoder: Any, micro: MicroBatch) -> Float[Tensor, "U D"]:
     """Last hidden states at the positions that predict a trained token."""
-    ids, positions, mask = micro.input_ids, micro.position_ids, None
-    kernel = decoder.config._attn_implementation
-    if kernel == KERNELS["flash"]:
-        # flash takes documents of any length, but finds them by their positions in a single row
-        # only.
-        ids, positions = ids.view(1, -1), positions.view(1, -1)
-    elif micro.subtree_ends is not None:
-        mask = tree_mask(micro.subtree_ends, blocks=kernel == KERNELS["flex"])
+    mask = None
+    if micro.subtree_ends is not None:
+        blocks = decoder.config._attn_implementation == KERNELS["flex"]
+        mask = tree_mask(micro.subtree_ends, blocks=blocks)
     hidden: Tensor = decoder(
-        input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False
+        input_ids=micro.input_ids,
+        position_ids=micro.position_ids,
+        attention_mask=mask,
+        use_cache=False,
     ).last_hidden_state
     return hidden.flatten(0, 1)[micro.predict_at]
 

@@ -133,22 +133,18 @@ class Figures:
             cell = audit.AuditCell(int(own.sum()), float(sizes[own].sum()), found)
             self._cells[name] = self._cells.get(name, audit.AuditCell()) + cell
 
-    def audited(self) -> dict[str, audit.AuditCell]:
-        """Audit cells of all ranks. Collective."""
-        found: dict[str, audit.AuditCell] = {}
-        own = {name: to_object(cell) for name, cell in self._cells.items()}
-        for cells in from_all_ranks(own):
-            for name, cell in cells.items():
-                found[name] = found.get(name, audit.AuditCell()) + from_object(
-                    audit.AuditCell, cell
-                )
-        return dict(sorted(found.items()))
-
-    def reduced(self) -> dict[str, float]:
-        """Figures of all ranks, sorted by name, without non-finite values. Collective."""
+    def reduced(self) -> tuple[dict[str, float], dict[str, audit.AuditCell]]:
+        """Figures of all ranks without non-finite values, and audit cells, sorted by name.
+        Collective.
+        """
         sums: dict[str, list[float]] = {}
         maxima: dict[str, float] = {}
-        for part, largest in from_all_ranks((self._sums, self._maxima)):
+        audited: dict[str, audit.AuditCell] = {}
+        own = {name: to_object(cell) for name, cell in self._cells.items()}
+        for part, largest, cells in from_all_ranks((self._sums, self._maxima, own)):
+            for name, cell in cells.items():
+                read = from_object(audit.AuditCell, cell)
+                audited[name] = audited.get(name, audit.AuditCell()) + read
             for name, (total, count) in part.items():
                 one = sums.setdefault(name, [0.0, 0.0])
                 one[0] += total
@@ -160,7 +156,8 @@ class Figures:
         if squared:
             found["effective_sample_size"] = ratio * ratio / squared  # share of the tokens
         every = sorted({**found, **maxima}.items())
-        return {name: value for name, value in every if math.isfinite(value)}
+        finite = {name: value for name, value in every if math.isfinite(value)}
+        return finite, dict(sorted(audited.items()))
 
 
 def _of(values: Mapping[str, Tensor], chosen: Tensor, label: str) -> dict[str, Tensor]:

@@ -33,11 +33,6 @@ def test_acceptance_is_told_by_position_role_and_temperature(
     }
     assert points(metric_reader, metrics, "judged_policy_version") == {("eagle",): 7}
     assert points(metric_reader, metrics, "survival")["eagle", 2, "candidate", 0.5] == 0.25
-    conditional = points(metric_reader, metrics, "conditional_acceptance")
-    assert (conditional["eagle", 1, "serving", 0.5], conditional["eagle", 2, "candidate", 0.5]) == (
-        0.5,
-        0.5,
-    )
     assert points(metric_reader, metrics, "accept_length") == {
         ("eagle", "candidate", 0.5): 1.75,
         ("eagle", "serving", 0.5): 1.5,

@@ -112,7 +112,7 @@ def main(model: Path, out: Path, broken: int) -> None:
     loss = learner._accumulate(batch, part, known, figures)
     gradients = whole((f"grad.{n}", p.grad) for n, p in policy.named_parameters())
     norm = learner._move(loss)
-    found = figures.reduced()
+    found, _ = figures.reduced()
     weights = whole(policy.named_parameters())
     if dist.get_rank() == 0:
         numbers = [loss, found["entropy"], found.get("behavior_gap", math.nan), norm, len(rounds)]

@@ -143,13 +143,6 @@ def test_tokens_that_follow_the_same_ones_are_predicted_once() -> None:
     assert len(make_micro_batch(hotter, [[0, 2]]).predict_at) == len(micro.predictions)
 
 
-def test_where_nothing_is_shared_each_trajectory_is_a_document() -> None:
-    micro = make_micro_batch(alike(), ROWS, shares=False)
-    lengths = [[8, 8, 11], [6, 10, 10]]
-    assert micro.input_ids.shape == (2, 27)
-    assert micro.position_ids[0].tolist() == [p for n in lengths[0] for p in range(n)]
-
-
 def test_rows_of_one_trajectory_each_need_no_mask() -> None:
     batch = alike()
     assert make_micro_batch(batch, [[0], [2]]).subtree_ends is None

@@ -42,6 +42,7 @@ from paceline.services.policy_trainer.learn.model import policy_on_meta
 from paceline.services.policy_trainer.learn.objective import Figures
 from paceline.services.policy_trainer.messages import BatchFacts, Keep, Progress
 from paceline.services.policy_trainer.trainer import PolicyTrainer
+from paceline.training import checkpoints
 from paceline.training.checkpoints import checkpoint_numbers
 from paceline.training.shards import local_of, tensors_of
 from paceline.trajectory import DrawSpan, Trajectory
@@ -546,7 +547,7 @@ def test_a_directory_without_a_model_is_a_config_error(tmp_path: Path) -> None:
 def test_the_checkpoint_of_the_best_evaluation_stays_beside_the_newest(
     model_dir: Path, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PolicyTrainerConfig, "checkpoint_keep", 1)
+    monkeypatch.setattr(checkpoints, "KEPT", 1)
     config = PolicyTrainerConfig(model=str(model_dir), run=RunConfig(dir=str(tmp_path)))
     own = PolicyTrainer(config, learner(model_dir, mesh), None)
 
