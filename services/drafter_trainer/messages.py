@@ -69,7 +69,6 @@ class Serving:
 class Attached:
     """Training has started."""
 
-    epoch: int
     world_size: int
 
 
@@ -91,7 +90,6 @@ class Judged:
     available.
     """
 
-    epoch: int
     decision: str  # "promoted" | "kept" | "frozen" | "reopened" | "rolled_back"
     kind: str  # of the candidate
     drafter_version: int  # of the candidate, else of the serving drafter

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,45 +34,41 @@ JOIN_DEADLINE_S = 20.0
 log = telemetry.get_logger("paceline.services.drafter_trainer.rank")
 
 
-class Rank:
+class Rank(trainer.DrafterTrainer):
     """One process of the group: rank 0 runs the loop, and the other members follow it
     row by row.
     """
 
     def __init__(self, config: DrafterTrainerConfig, ranks: group.RankLink) -> None:
-        self._config = config
-        self._target = read_config(Path(config.model))
-        self.rank = ranks.rank
-        self.link = trainer.TrainerLink(ranks)
-        self.rows = store.RowStore(config.buffer, config.run.seed, config.micro_batch_bytes)
-        self.rows.add_head(heads.load_policy_head(Path(config.model), 0))
+        self.rank, self._target = ranks.rank, read_config(Path(config.model))
+        rows = store.RowStore(config.buffer, config.run.seed, config.micro_batch_bytes)
+        rows.add_head(heads.load_policy_head(Path(config.model), 0))
         net = learner.initial_net(config, self._target)
         directory = Path(config.run.dir) / "checkpoints"
         candidates = Candidates(directory / "drafter-candidates", self._target, [net.kind])
         if self.rank == 0 and not candidates.versions:
             candidates.save(0, net)
         self.membership = membership.Membership(config.device)
-        self.learner = learner.DrafterLearner(
+        own = learner.DrafterLearner(
             net,
             config.optimizer,
             micro_batches=config.micro_batches_per_step,
             members=self.membership.members,
         )
-        self.trainer = trainer.DrafterTrainer(
-            config, self.learner, self.rows, self.link, candidates
-        )
-        self.trainer.after_step = self.save_if_due
-        self.trainer.add_slots = self.add_slots
+        super().__init__(config, own, rows, trainer.TrainerLink(ranks), candidates)
         self._writer = checkpoints.CheckpointWriter(directory / "drafter", self._export)
         self._saved_steps, self._saved_at = 0, time.monotonic()
-        self._damaged: tuple[str, ...] = ()  # checkpoints that could not be loaded
         if config.resume:
             self._resume(directory / "drafter")
         self.link.on_command = self.obey
         self._feed = store.RowFeed(self._open_stream, self._target, self.rows.add)
-        self.trainer.lost = lambda: self._feed.dropped
         if self.rank == 0:
             self._feed.start()
+
+    @property
+    def lost(self) -> Counter[str]:
+        """Entries without rows, by reason."""
+        return self._feed.dropped
 
     def _open_stream(self) -> RedisStream:
         client = connect(self._config.redis.features)
@@ -81,10 +78,14 @@ class Rank:
         """Loads the newest intact checkpoint; an older checkpoint has only learned less."""
         group_of_all = self.membership.members.group
         found = checkpoints.find_whole(directory, checkpoints.PREFIX, group_of_all)
-        self._damaged = found.damaged
+        for fault in found.damaged:
+            log.error("checkpoint is damaged", fault=fault)
+            if self.rank == 0:
+                metrics.CHECKPOINTS_DAMAGED.record()
+                self.link.send(messages.Impaired(f"{fault}; the checkpoint before it is loaded"))
         if found.checkpoint is not None:
-            like = self.trainer.state()
-            self.trainer.load_state(checkpoints.read_checkpoint(found.checkpoint, like))
+            like = self.state()
+            self.load_state(checkpoints.read_checkpoint(found.checkpoint, like))
             self._saved_steps = self.learner.total_steps
 
     def run(self) -> None:
@@ -92,11 +93,6 @@ class Rank:
         due.
         """
         self.report()
-        for fault in self._damaged:
-            log.error("checkpoint is damaged", fault=fault)
-            if self.rank == 0:
-                metrics.CHECKPOINTS_DAMAGED.record()
-                self.link.send(messages.Impaired(f"{fault}; the checkpoint before it is loaded"))
         while not self.link.stopping:
             self._feed.check()
             match self.link.wait_turn(IDLE_S):
@@ -128,7 +124,7 @@ class Rank:
         self._gather(command.slots)
         stopped = None
         if self.rank == 0:
-            stopped = self.trainer.run_activation(command)
+            stopped = self.run_activation(command)
         elif self.learner.members.takes_part:
             self._follow()
 
@@ -213,7 +209,7 @@ class Rank:
                 self.report()
             case m.Serving(_, drafter_version):
                 if self.rank == 0:
-                    self.trainer.gate.on_serving(drafter_version)
+                    self.gate.on_serving(drafter_version)
             case _:
                 raise TypeError(f"a rank does not take {type(message).__name__}")
 
@@ -234,9 +230,9 @@ class Rank:
     def report(self) -> None:
         """Sends rank 0's progress to the parent."""
         if self.rank == 0:
-            self.link.send(self.trainer.standing())
+            self.link.send(self.standing())
 
-    def save_if_due(self) -> None:
+    def after_step(self) -> None:
         """On rank 0, between two steps: starts a checkpoint every `checkpoint_interval_s` seconds,
         unless the last checkpoint is still being written.
         """
@@ -259,7 +255,7 @@ class Rank:
             self._writer.next_number if always or steps > self._saved_steps else 0
         )
         if number:
-            self._writer.write(self.trainer.state(), number, members.writing)
+            self._writer.write(self.state(), number, members.writing)
             self._saved_steps, self._saved_at = steps, time.monotonic()
             self.report()
 

@@ -99,7 +99,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
             match message:
                 case PacelineError():
                     raise message
-                case m.Attached(_, world_size):
+                case m.Attached(world_size):
                     left_s, attach_s = None, time.monotonic() - lease.began
                     yield pb.ActivateResponse(
                         activated=pb.Activated(attach_s=attach_s, world_size=world_size)
@@ -197,12 +197,7 @@ async def serve(config: DrafterTrainerConfig, stop: asyncio.Event) -> None:
     spool, guard = Spool(spool_dir, keep=4), EpochGuard(config.security, spool_dir / EPOCHS)
     await _send_spooled(spool, ranks)
     servicer = DrafterServicer(config, ranks, guard)
-    weights = WeightServicer(
-        spool,
-        guard,
-        ranks,
-        targets=(engine_pb2.WEIGHT_TARGET_POLICY_HEAD,),
-    )
+    weights = WeightServicer(spool, guard, ranks, targets=(engine_pb2.WEIGHT_TARGET_POLICY_HEAD,))
     server = Server(config.addresses.drafter_trainer, config.security)
     server.add(drafter_pb2_grpc.add_DrafterServiceServicer_to_server, servicer, SERVICE_NAME)
     server.add(add_weight_service, weights, WEIGHT_SERVICE)

@@ -133,10 +133,6 @@ class PolicyTrainerConfig(ServiceConfig):
     """Maximum tokens per chunk of logits; the backward recomputes chunks. 0: as many as fit 256 MiB
     of float32 logits.
     """
-    head_kernel: Literal["torch", "cut_cross_entropy"] = "torch"
-    """Kernel of log-probs and entropy. cut_cross_entropy: no logits, only on CUDA in bfloat16; the
-    entropy is then the mean -log p of the trained tokens, and cannot be rewarded.
-    """
     publish_dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of pushed weights."""
     publish_deltas: Literal["auto", "never"] = "auto"
@@ -176,5 +172,4 @@ class PolicyTrainerConfig(ServiceConfig):
 
     def rows_of_logits(self, vocabulary: int) -> int:
         """Maximum tokens with logits in memory at once."""
-        none = self.head_kernel == "cut_cross_entropy"
-        return 0 if none else self.head_rows or rows_of_head(vocabulary)
+        return self.head_rows or rows_of_head(vocabulary)

@@ -69,11 +69,9 @@ class PolicyServicer(PolicyServiceServicer):
         """
         slots, ranks = len(request.slots), self._world_size
         if slots and slots < ranks:
-            raise errors.FailedPrecondition(
-                "the policy's ranks compute on leased slots, one each; set policy_trainer.ranks",
-                seen=f"{slots} slots",
-                allowed=f"{ranks} or more",
-            )
+            message = "each rank of the policy needs a leased slot; set policy_trainer.ranks"
+            seen, allowed = f"{slots} slots", f"{ranks} or more"
+            raise errors.FailedPrecondition(message, seen=seen, allowed=allowed)
         self._check(request.context)
         deadline_s = self._config.step_deadline_s
         wanted = m.Wanted(
@@ -167,9 +165,7 @@ def require_fresh(root: Path, *, resume: bool) -> None:
     """Raises ConfigError when the directory has a run and `resume` is false."""
     if not resume and (root.exists() and any(root.iterdir())):
         raise errors.ConfigError(
-            "the run's directory holds a trained policy",
-            seen=root,
-            allowed="resume=true, or another run.id and run.dir",
+            "a trained policy is there", seen=root, allowed="resume=true, or another run.dir"
         )
 
 

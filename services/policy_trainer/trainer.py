@@ -63,7 +63,6 @@ class PolicyTrainer:
         self._copied: Mapping[str, Any] | None = None  # copies of the last checkpoint, for reuse
         self._begun = 0  # version of the last started checkpoint, equal on all ranks
         self._unreported: tuple[int, messages.Progress] | None = None  # its command and progress
-        self._damaged: tuple[str, ...] = ()  # checkpoints that could not be loaded
         self._resumed = False  # resumed, and not yet compared with the served weights
 
     def resume(self) -> None:
@@ -72,7 +71,8 @@ class PolicyTrainer:
         """
         self._report.begins("loads the newest checkpoint")
         found = checkpoints.find_whole(self.config.checkpoints_dir, _PREFIX, dist.group.WORLD)
-        self._damaged = found.damaged
+        for fault in found.damaged if self.zero else ():
+            self.zero.send(Impaired(f"{fault}; the checkpoint before it is loaded"))
         if found.checkpoint is not None:
             try:
                 state = checkpoints.read_checkpoint(
@@ -96,8 +96,6 @@ class PolicyTrainer:
         """Reports that the rank accepts commands."""
         if self.zero:
             self.zero.send(messages.Started(self.progress))
-            for fault in self._damaged:
-                self.zero.send(Impaired(f"{fault}; the checkpoint before it is loaded"))
 
     def handle(self, command: messages.Command) -> None:
         """Runs a command. An error that all ranks raise, or a failure of rank 0 between
@@ -217,30 +215,21 @@ class PolicyTrainer:
         if batch is None:
             return False
         self._report.begins(f"computes the start values of step {step}")
-        with (
-            span(
-                names.OPTIMIZER_STEP,
-                {names.RL_STEP: step},
-                parent=extract(carrier),
-                links=collected.links,
-            )
-            if collected
-            else nullcontext()
-        ):
-            updates = self.learner.updates
-            figures = self.learner.step(batch, self.progress.policy_version)
+        about, parent = {names.RL_STEP: step}, extract(carrier)
+        links, waited = (), {}
+        facts = messages.BatchFacts()  # only rank 0 reports the facts
         if collected:
+            links, facts = collected.links, collected.facts
             waited = {"seconds/batch_wait": collected.waited_s}
-            figures = dataclasses.replace(figures, figures={**figures.figures, **waited})
-
+        recorded = span(names.OPTIMIZER_STEP, about, parent=parent, links=links)
+        updates = self.learner.updates
+        with recorded if collected else nullcontext():
+            figures = self.learner.step(batch, self.progress.policy_version)
         audit, beyond = judged(
             self.progress.audit, figures.cells, self.config.audit, self.config.compute_dtype
         )
-        measured = {**figures.figures, **audit_figures(figures.cells)}
+        measured = {**figures.figures, **waited, **audit_figures(figures.cells)}
         figures = dataclasses.replace(figures, figures=measured, cells={})
-        facts = (
-            collected.facts if collected else messages.BatchFacts()
-        )  # only rank 0 reports the facts
         self.progress = dataclasses.replace(
             self.progress,
             policy_version=self.progress.policy_version + 1,

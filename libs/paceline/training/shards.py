@@ -181,7 +181,7 @@ PIECE_BYTES = 64 << 20
 @torch.no_grad()
 def convert(rows: Tensor, into: Tensor) -> None:
     """Copies rows from any device into CPU memory, which may have another dtype."""
-    step = _rows_of_piece(rows, into.dtype)
+    step = max(1, PIECE_BYTES * len(rows) // max(1, rows.numel() * into.dtype.itemsize))
     for start in range(0, len(rows), step):
         piece = slice(start, start + step)
         into[piece].copy_(rows[piece].to(into.dtype))
@@ -202,10 +202,6 @@ def bytes_in_order(own: memoryview) -> Iterator[memoryview]:
                 piece = torch.empty(min(PIECE_BYTES, nbytes - start), dtype=torch.uint8)
                 dist.recv(piece, owner)
                 yield piece.numpy().data
-
-
-def _rows_of_piece(tensor: Tensor, dtype: torch.dtype) -> int:
-    return max(1, PIECE_BYTES * len(tensor) // max(1, tensor.numel() * dtype.itemsize))
 
 
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".index.json")

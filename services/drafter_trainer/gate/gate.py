@@ -68,7 +68,7 @@ class PublishGate:
         self._hurry.rolled_out(command.accept_lengths)
         self._handed_over = False
         untold, self._untold = self._untold, []
-        return [replace(decision, epoch=command.epoch) for decision in untold]
+        return untold
 
     def due(self) -> bool:
         """Whether a round should start: of candidates, or of the serving drafter alone while
@@ -125,7 +125,7 @@ class PublishGate:
         steps = self._learner.total_steps
         return round.GateRound(job, tuple(samples), tuple(candidates), tuple(rivals), steps)
 
-    def advance(self, epoch: int) -> list[m.Judged]:
+    def advance(self) -> list[m.Judged]:
         """Measures a piece of the round; returns the decisions after the last piece."""
         now = self._round
         assert now is not None
@@ -140,7 +140,7 @@ class PublishGate:
             decisions = self._decide(now) if now.candidates else decisions
         for decision in decisions:
             round.log_decision(decision)
-        return [replace(decision, epoch=epoch) for decision in decisions]
+        return decisions
 
     def on_serving(self, version: int) -> None:
         """Records the drafter that now serves: a committed promotion, or an older one after a
@@ -298,7 +298,7 @@ class PublishGate:
             self._freeze.reopen()
         known = self._promoted
         if known is None or known.drafter_version != taken_back.version:
-            known = m.Judged(0, "rolled_back", taken_back.kind, taken_back.version)
+            known = m.Judged("rolled_back", taken_back.kind, taken_back.version)
         decision = replace(known, decision="rolled_back", path="")
         round.log_decision(decision)
         self._untold.append(decision)

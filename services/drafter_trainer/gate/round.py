@@ -96,7 +96,6 @@ def judged(
 ) -> m.Judged:
     """The record of a kept candidate."""
     return m.Judged(
-        epoch=0,
         decision="kept",
         kind=drafter.kind,
         drafter_version=drafter.version,

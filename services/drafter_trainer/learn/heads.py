@@ -40,11 +40,8 @@ def load_policy_head(path: Path, policy_version: int) -> PolicyHead:
                 tensors[name] = opened.get_tensor(name)
 
     if EMBED not in tensors:
-        raise InvalidInput(
-            f"no {EMBED} in {path}",
-            seen=[file.name for file in files],
-            allowed="a checkpoint with it",
-        )
+        seen = [file.name for file in files]
+        raise InvalidInput(f"no {EMBED} in {path}", seen=seen, allowed="a checkpoint with it")
 
     head = tensors.get(HEAD, tensors[EMBED]).contiguous()
     raw = head.view(torch.uint8).numpy().tobytes()

@@ -98,12 +98,9 @@ class Membership:
     def _places(self, slots: Sequence[int]) -> tuple[str, ...]:
         if self._device == "cpu":
             return ("cpu",) * len(slots)
-        if max(slots) >= torch.cuda.device_count():
-            raise ConfigError(
-                "a leased slot is no CUDA device",
-                seen=max(slots),
-                allowed=f"below {torch.cuda.device_count()}",
-            )
+        last, count = max(slots), torch.cuda.device_count()
+        if last >= count:
+            raise ConfigError("a leased slot is no GPU", seen=last, allowed=f"below {count}")
         return tuple(f"cuda:{slot}" for slot in slots)
 
 

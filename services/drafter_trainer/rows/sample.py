@@ -13,7 +13,6 @@ from paceline.errors import DataLoss
 from paceline.models.config import ModelConfig
 from paceline.speculators.packed import PackedRow
 from paceline.streams import FeatureBatch
-from paceline.tensors import NamedTensor
 
 _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 
@@ -88,6 +87,10 @@ def sample_from(batch: FeatureBatch, target: ModelConfig) -> FeatureSample:
     and a batch names the last one's only.
     """
     _check(batch, target)
+    rows = batch.hidden
+    hidden = torch.frombuffer(bytearray(rows.data), dtype=_DTYPES[rows.dtype]).view(rows.shape)
+    if not torch.isfinite(hidden).all():
+        raise DataLoss("a feature batch holds numbers that are not finite", seen=batch.session_id)
     # The last token has no row and no mask bit; the policy always drew it.
     generated = np.append(batch.mask, 1).astype(bool)
     generated[1:] &= batch.versions == batch.policy_version
@@ -96,7 +99,7 @@ def sample_from(batch: FeatureBatch, target: ModelConfig) -> FeatureSample:
         step=batch.step,
         policy_version=batch.policy_version,
         lm_head_hash=batch.lm_head_hash,
-        hidden=_states(batch.hidden, batch.session_id),
+        hidden=hidden,
         token_ids=torch.as_tensor(batch.token_ids.astype(np.int64)),
         generated=torch.as_tensor(generated),
         hidden_size=target.hidden_size,
@@ -106,42 +109,25 @@ def sample_from(batch: FeatureBatch, target: ModelConfig) -> FeatureSample:
     )
 
 
-def _states(rows: NamedTensor, session: str) -> Tensor:
-    """States [n, W] of a stream entry. Raises DataLoss for non-finite numbers."""
-    hidden = torch.frombuffer(bytearray(rows.data), dtype=_DTYPES[rows.dtype]).view(rows.shape)
-    if not torch.isfinite(hidden).all():
-        raise DataLoss("a feature batch holds numbers that are not finite", seen=session)
-    return hidden
-
-
 def _check(batch: FeatureBatch, target: ModelConfig) -> None:
     """Raises DataLoss when the batch does not match the policy."""
     if batch.rows < 2:
-        raise DataLoss(
-            "a feature batch is too short to train on",
-            seen=f"{batch.rows} rows",
-            allowed="at least 2",
-        )
+        raise DataLoss("a feature batch is too short", seen=f"{batch.rows} rows", allowed="2")
 
     names = batch.layers.split(",")
     if names[-1] != "last" or batch.convention != "post_norm":
-        raise DataLoss(
-            "rows of another layer",
-            seen=(batch.layers, batch.convention),
-            allowed=("..., last", "post_norm"),
-        )
+        seen = (batch.layers, batch.convention)
+        raise DataLoss("rows of another layer", seen=seen, allowed=("..., last", "post_norm"))
 
     if batch.hidden_size != len(names) * target.hidden_size:
-        raise DataLoss(
-            "rows of another width", seen=batch.hidden_size, allowed=len(names) * target.hidden_size
-        )
+        allowed = len(names) * target.hidden_size
+        raise DataLoss("rows of another width", seen=batch.hidden_size, allowed=allowed)
 
     tokens = batch.token_ids
     if tokens.min() < 0 or tokens.max() >= target.vocab_size:
         seen = (int(tokens.min()), int(tokens.max()))
-        raise DataLoss(
-            "tokens of another vocabulary", seen=seen, allowed=f"0 to {target.vocab_size - 1}"
-        )
+        allowed = f"0 to {target.vocab_size - 1}"
+        raise DataLoss("tokens of another vocabulary", seen=seen, allowed=allowed)
 
     if (np.diff(batch.positions) != 1).any():
         raise DataLoss("rows of a batch do not follow each other", seen=batch.session_id)

@@ -157,8 +157,8 @@ def _placed(row: PackedRow) -> PackedRow:
 GROUP, CONSUMER = "drafter", "rank0"
 ENTRIES_PER_READ = 32
 """Small, so that a batch of long rows does not delay the rest."""
-READ_S = 1.0
-"""Seconds that a read waits for rows."""
+READ_S, ANSWER_S = 0.2, 2.0
+"""Seconds that a read waits for rows, and maximum time of an answer."""
 RETRY_S = 1.0
 OPEN_S = 10.0
 CLOSE_S = 5.0
@@ -183,8 +183,7 @@ class RowFeed:
         self._dropped: Counter[str] = Counter()  # counted by the thread
         self._counting = threading.Lock()
         self._opened = threading.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._following: asyncio.Task[None] | None = None
+        self._closing = threading.Event()
         self._holds = True  # entries of an earlier process or a failed read
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="row-feed", daemon=True)
@@ -209,8 +208,8 @@ class RowFeed:
 
     def close(self) -> None:
         """Ends the thread."""
-        if self._loop is not None and self._following is not None and self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._following.cancel)
+        self._closing.set()
+        if self._thread.is_alive():
             self.join(CLOSE_S)
 
     def join(self, timeout_s: float) -> None:
@@ -219,35 +218,32 @@ class RowFeed:
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._main())
-        except asyncio.CancelledError:
-            pass
+            asyncio.run(self._follow())
         except BaseException as error:
             self._failure = error
             raise
 
-    async def _main(self) -> None:
-        self._loop, stream = asyncio.get_running_loop(), self._open_stream()
-        self._following = asyncio.ensure_future(self._follow(stream))
+    async def _follow(self) -> None:
+        stream = self._open_stream()
         try:
-            await self._following
+            while not self._closing.is_set():
+                await self._step(stream)
         finally:
             await stream.close()
 
-    async def _follow(self, stream: RedisStream) -> None:
-        while True:
-            try:
-                if not self._opened.is_set():
-                    await stream.create_group(GROUP)
-                    self._opened.set()
-                await self._read(stream)
-            except (ResourceExhausted, Unavailable, TimeoutError) as error:
-                self._holds = True
-                log.warning("features cannot be read now", error=str(error) or "no answer in time")
-                await asyncio.sleep(RETRY_S)
+    async def _step(self, stream: RedisStream) -> None:
+        try:
+            if not self._opened.is_set():
+                await stream.create_group(GROUP)
+                self._opened.set()
+            await self._read(stream)
+        except (ResourceExhausted, Unavailable, TimeoutError) as error:
+            self._holds = True
+            log.warning("features cannot be read now", error=str(error) or "no answer in time")
+            await asyncio.sleep(RETRY_S)
 
     async def _read(self, stream: RedisStream) -> None:
-        async with asyncio.timeout(2 * READ_S):
+        async with asyncio.timeout(ANSWER_S):
             entries = await stream.unacked(GROUP, CONSUMER) if self._holds else []
             self._holds = False
             entries += await stream.read(GROUP, CONSUMER, ENTRIES_PER_READ, READ_S)

@@ -153,11 +153,9 @@ class Batcher:
 
     def _require_room(self) -> None:
         if len(self._held) >= self._max_pending:
-            raise ResourceExhausted(
-                "too many trajectories are held for other steps",
-                seen=len(self._held),
-                allowed=self._max_pending,
-            )
+            held, most = len(self._held), self._max_pending
+            message = "too many trajectories are held for other steps"
+            raise ResourceExhausted(message, seen=held, allowed=most)
 
 
 @dataclass(frozen=True, slots=True)

@@ -314,11 +314,8 @@ class Learner:
         Raises KeyError or DataLoss for a state of other adapters.
         """
         if self.weights.adapted and state["adapter_scale"] != self.config.adapters.scale:
-            raise DataLoss(
-                "adapters of another alpha / rank",
-                seen=state["adapter_scale"],
-                allowed=self.config.adapters.scale,
-            )
+            seen, allowed = state["adapter_scale"], self.config.adapters.scale
+            raise DataLoss("adapters of another alpha / rank", seen=seen, allowed=allowed)
         self.optimizer.load_state(state)
         self.updates = state["updates"]
         if self.critic:

@@ -7,7 +7,7 @@ vocabulary, C rows of a chunk of the language-model head.
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -121,8 +121,6 @@ def _unreadable(path: Path, error: Exception) -> DataLoss:
 
 
 Head = Callable[[Float[Tensor, "C D"]], Float[Tensor, "C V"]]
-HeadKernel = Literal["torch", "cut_cross_entropy"]
-"""See policy_trainer.head_kernel."""
 
 
 def head_logprobs(
@@ -132,21 +130,13 @@ def head_logprobs(
     *,
     chunk_rows: int,
     entropy_gradient: bool = False,
-    kernel: HeadKernel = "torch",
 ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
     """Log-prob of each target and entropy in nats, in fp32. The entropy has a gradient only with
     `entropy_gradient`.
 
     Memory holds the logits of one chunk at most. With several chunks, they are computed again in
-    the backward (Chen et al. 2016, arXiv 1604.06174). Cut cross-entropy has no chunks, and
-    estimates the entropy by -log p of the target. Its mean over targets drawn by the model itself
-    equals the entropy.
+    the backward (Chen et al. 2016, arXiv 1604.06174).
     """
-    if kernel == "cut_cross_entropy":
-        assert isinstance(head, nn.Linear)
-        assert not entropy_gradient
-        logprobs = _cut_logprobs(hidden, head.weight, targets)
-        return logprobs, -logprobs.detach()
 
     def of_chunk(rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
         return _scored(head(rows), wanted, entropy_gradient)
@@ -159,18 +149,6 @@ def head_logprobs(
     ]
     scores, entropies = zip(*parts, strict=True)
     return torch.cat(scores), torch.cat(entropies)
-
-
-def _cut_logprobs(
-    hidden: Float[Tensor, "M D"], weight: Float[Tensor, "V D"], targets: Int[Tensor, " M"]
-) -> Float[Tensor, " M"]:
-    """Log-prob of each target in fp32, by a kernel that sums logits as it computes them (Wijmans et
-    al. 2024, arXiv 2411.09009). Values too small for bfloat16 are left out of the gradient.
-    """
-    from cut_cross_entropy import linear_cross_entropy  # imports triton
-
-    negative: Tensor = linear_cross_entropy(hidden, weight, targets, reduction="none")
-    return -negative.float()
 
 
 class _Scores(torch.autograd.Function):
@@ -223,12 +201,11 @@ class PolicyModel(nn.Module):
     A trained token shared by several trajectories is predicted once.
     """
 
-    def __init__(self, lm: Any, chunk_rows: int = 0, *, head_kernel: HeadKernel = "torch") -> None:
-        """`chunk_rows`, `head_kernel`: policy_trainer.head_rows and head_kernel."""
+    def __init__(self, lm: Any, chunk_rows: int = 0) -> None:
+        """`chunk_rows`: policy_trainer.head_rows."""
         super().__init__()
         self.lm = lm
         self._chunk_rows = chunk_rows or rows_of_head(lm.config.vocab_size)
-        self._head_kernel = head_kernel
 
     def forward(
         self, micro: MicroBatch, *, entropy_gradient: bool = False
@@ -245,7 +222,6 @@ class PolicyModel(nn.Module):
             micro.targets,
             chunk_rows=self._chunk_rows,
             entropy_gradient=entropy_gradient,
-            kernel=self._head_kernel,
         )
         return logprobs[micro.predictions], entropy[micro.predictions]
 
@@ -346,20 +322,19 @@ def policy_on_meta(
     *,
     recompute: bool = False,
     chunk_rows: int = 0,
-    head_kernel: HeadKernel = "torch",
     attention: str = "sdpa",
 ) -> PolicyModel:
     """The model of a Hugging Face directory in fp32, on meta (see loading.py).
 
     `recompute`: keep only the input of each decoder layer's forward (Chen et al. 2016, arXiv
-    1604.06174). `chunk_rows`, `head_kernel`: as in PolicyModel. Raises as causal_lm_on_meta.
+    1604.06174). `chunk_rows`: as in PolicyModel. Raises as causal_lm_on_meta.
     """
     lm = causal_lm_on_meta(directory, attention)
     lm.config.use_cache = False
     if recompute:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         lm.train()  # transformers recomputes in training mode only; there is no dropout
-    return PolicyModel(lm, chunk_rows, head_kernel=head_kernel)
+    return PolicyModel(lm, chunk_rows)
 
 
 def critic_on_meta(directory: Path, *, attention: str = "sdpa") -> ValueModel:

@@ -46,9 +46,7 @@ def add_adapters(model: PolicyModel, settings: AdaptersConfig) -> None:
     """
     if find_spec("peft") is None:
         raise ConfigError(
-            "adapters need peft: pip install 'paceline[lora]'",
-            seen=f"policy_trainer.adapters.rank={settings.rank}",
-            allowed="0 without it",
+            "adapters need peft: pip install 'paceline[lora]'", seen=settings.rank, allowed="rank 0"
         )
     from peft import inject_adapter_in_model  # takes seconds to import
 

@@ -64,7 +64,7 @@ async def test_a_pushed_kind_serves_also_on_a_worker_that_starts_again(
     async with serve_gateway(**settings) as served:
         with pytest.raises(grpc.aio.AioRpcError, match="it rests"):
             await trained_rounds(served, "twin:3_1_4")
-        judged = Judged(1, "promoted", "twin", 1, lm_head_hash="00ff", path=str(candidate))
+        judged = Judged("promoted", "twin", 1, lm_head_hash="00ff", path=str(candidate))
         await push_drafter(served.channel, judged, CONTEXT)
         await commit_versions(served.channel, CONTEXT, VersionSet(1, 0, 1), pb.PAUSE_MODE_IN_PLACE)
         worker = (await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))).workers[

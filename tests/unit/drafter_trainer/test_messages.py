@@ -18,11 +18,10 @@ EXAMPLES: list[m.Message] = [
     m.NewHead(4, "/spool/policy_head-4"),
     m.Serving(4, 2),
     Save(3),
-    m.Attached(3, 2),
+    m.Attached(2),
     Impaired("a file"),
     Doing("trains", "rows"),
     m.Judged(
-        3,
         "promoted",
         "eagle",
         5,

@@ -14,7 +14,6 @@ def test_acceptance_is_told_by_position_role_and_temperature(
     metric_reader: InMemoryMetricReader,
 ) -> None:
     decision = m.Judged(
-        1,
         "kept",
         "eagle",
         2,
@@ -26,7 +25,7 @@ def test_acceptance_is_told_by_position_role_and_temperature(
         serving_survival=[0.5, 0.0],
     )
     metrics.record_decision(decision)
-    metrics.record_decision(m.Judged(1, "frozen", "eagle", 2))
+    metrics.record_decision(m.Judged("frozen", "eagle", 2))
     assert points(metric_reader, metrics, "decisions") == {
         ("kept", "eagle"): 1,
         ("frozen", "eagle"): 1,

@@ -54,6 +54,7 @@ class ScriptedParent:
     def __init__(self) -> None:
         self.sent: list[m.Message] = []
         self.script: list[list[m.Message]] = []
+        self.epoch = 0  # of the running activation
         self.preempt_at = ""  # a decision that ends the activation
         self.on_judged: Callable[[], None] = lambda: None
 
@@ -70,7 +71,7 @@ class ScriptedParent:
         if isinstance(message, m.Judged):
             self.on_judged()
             if message.decision == self.preempt_at:
-                self.script = [[m.Preempt(message.epoch)]]
+                self.script = [[m.Preempt(self.epoch)]]
 
 
 class Trainer:
@@ -120,7 +121,7 @@ class Trainer:
         until: str = "",
         accepted: float = 0.0,
     ) -> m.Stopped:
-        self.parent.preempt_at = until
+        self.parent.preempt_at, self.parent.epoch = until, epoch
         lengths = {"eagle:5_1_6": accepted} if accepted else {}
         return self.trainer.run_activation(
             m.Activate(epoch, 0, drafter, max_steps, accept_lengths=lengths)
@@ -278,7 +279,7 @@ def test_a_preemption_interrupts_a_judgement_and_the_next_activation_ends_it(
     assert not trainer.judged()
     trainer.run(2, max_steps=1)
     (judged,) = trainer.judged()
-    assert (judged.epoch, judged.positions) == (2, 32 * (60 - PROMPT))
+    assert judged.positions == 32 * (60 - PROMPT)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -310,11 +311,7 @@ def test_a_drafter_that_was_taken_back_has_to_be_beaten_too(tmp_path: Path) -> N
     trainer.parent.sent.clear()
     trainer.run(2, max_steps=3)
     rolled_back, *later = trainer.judged()
-    assert (rolled_back.decision, rolled_back.drafter_version, rolled_back.epoch) == (
-        "rolled_back",
-        1,
-        2,
-    )
+    assert (rolled_back.decision, rolled_back.drafter_version) == ("rolled_back", 1)
     assert (rolled_back.candidate, rolled_back.serving) == (promoted.candidate, promoted.serving)
     assert [one.decision for one in later] == ["kept"] * 2
     assert all(one.candidate - one.serving > one.noise for one in later), (
@@ -459,7 +456,7 @@ def test_a_round_of_the_gate_judges_with_the_heads_it_began_with_whatever_heads_
         trainer.rows.add_head(toy_policy().policy_head(f"{number:016x}", number))
     assert trainer.rows.heads.get("cd" * 8) is None
     while gate.judging:
-        trainer.parent.sent += gate.advance(8)
+        trainer.parent.sent += gate.advance()
     (back,) = trainer.judged("promoted")
     assert (back.optimizer_steps, back.policy_version) == (0, 2), "it looked back"
 

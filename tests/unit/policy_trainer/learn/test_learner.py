@@ -35,7 +35,6 @@ from paceline.services.policy_trainer.batches.batch import TrainBatch, make_batc
 from paceline.services.policy_trainer.batches.packing import mini_batches
 from paceline.services.policy_trainer.batches.records import Best, read_best
 from paceline.services.policy_trainer.config import PolicyOptimizerConfig, PolicyTrainerConfig
-from paceline.services.policy_trainer.learn import build
 from paceline.services.policy_trainer.learn.build import build_learner
 from paceline.services.policy_trainer.learn.learner import Learner
 from paceline.services.policy_trainer.learn.model import policy_on_meta
@@ -196,28 +195,6 @@ def test_what_has_left_the_device_between_steps_is_saved_from_there_and_goes_on_
         assert found.keys() == expected.keys()
         for name, one in expected.items():
             assert torch.equal(local_of(found[name]), local_of(one)), name
-
-
-@pytest.mark.parametrize(
-    ("device", "settings", "message"),
-    [
-        ("cpu", {"compute_dtype": "bfloat16"}, "on CUDA and in bfloat16"),
-        ("cuda", {}, "on CUDA and in bfloat16"),
-        (
-            "cuda",
-            {"compute_dtype": "bfloat16", "algorithm": GrpoConfig(entropy_coefficient=0.1)},
-            "no gradient of the entropy",
-        ),
-        ("cuda", {"compute_dtype": "bfloat16"}, r"paceline\[cut\]"),
-    ],
-)
-def test_cut_cross_entropy_is_refused_where_it_cannot_train(
-    device: str, settings: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(build, "find_spec", lambda name: None)
-    config = PolicyTrainerConfig(head_kernel="cut_cross_entropy", **settings)
-    with pytest.raises(ConfigError, match=message):
-        build.check_head(config, device)
 
 
 def test_a_checkpoint_in_the_memory_of_the_one_before_holds_the_later_step(
