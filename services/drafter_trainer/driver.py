@@ -216,7 +216,7 @@ class DrafterDriver:
         except group.RankLost as error:
             self._end(lease, error)
 
-    async def _started(self) -> None:
+    def _started(self) -> None:
         """Sends the lasting facts to restarted ranks."""
         for fact in self.lasting_facts():
             self.watched.send(fact)

@@ -5,7 +5,6 @@ Imports no torch.
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from paceline.rpc import EPOCHS, EpochGuard, Server, Track, channel, check_run, 
 from paceline.services.drafter_trainer import driver, metrics
 from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
-from paceline.services.drafter_trainer.gate.publish import Promoter, PushOutcome
+from paceline.services.drafter_trainer.gate.publish import Promoter
 from paceline.telemetry import inject
 from paceline.v1 import drafter_pb2 as pb
 from paceline.v1 import drafter_pb2_grpc, engine_pb2, progress_pb2, trajectory_pb2
@@ -110,12 +109,12 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
                     yield _gate(message)
                 case asyncio.Task():
                     if (outcome := self._promoter.collect_outcome()) is not None:
-                        yield _pushed(outcome)
+                        yield _gate(outcome)
                 case m.Stopped():
                     if self._promoter.push is not None:
                         await asyncio.wait({self._promoter.push}, timeout=PUSH_GRACE_S)
                     if (outcome := self._promoter.collect_outcome()) is not None:
-                        yield _pushed(outcome)
+                        yield _gate(outcome)
                     yield _detached(message)
                     return
 
@@ -167,12 +166,6 @@ def _checked(slots: Sequence[int]) -> list[int]:
             "an activation needs slots, each once", seen=list(slots), allowed="one or more"
         )
     return sorted(slots)
-
-
-def _pushed(outcome: PushOutcome) -> pb.ActivateResponse:
-    """The response for a promotion, after the gateway's answer."""
-    decision = outcome.decision
-    return _gate(decision if outcome.prepared else replace(decision, decision="refused"))
 
 
 def _gate(message: m.Judged) -> pb.ActivateResponse:

@@ -28,6 +28,11 @@ class KlConfig(Config):
     place: Literal["loss", "reward"] = "loss"
     """Place of the divergence: added to the loss of a token, or subtracted from its reward."""
 
+    @property
+    def in_loss(self) -> bool:
+        """Whether the loss contains the divergence."""
+        return self.coefficient > 0 and self.place == "loss"
+
 
 class CorrectionConfig(Config):
     """Corrections for tokens drawn with other weights or another arithmetic than the start of the

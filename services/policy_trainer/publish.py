@@ -46,7 +46,6 @@ _WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 class Publication:
     """One version with this rank's rows."""
 
-    version: int
     policy: Announced  # model.safetensors: without a tied lm_head, or adapters
     head: Announced  # embed_tokens and lm_head, also if tied
 
@@ -121,7 +120,7 @@ def _announced(
         WEIGHT_TARGET_POLICY, version, own, lm_head_hash=name, metadata=metadata
     )
     whole = unchecked_manifest(WEIGHT_TARGET_POLICY_HEAD, version, heads, lm_head_hash=name)
-    return Publication(version, _announced_part(policy, tensors), _announced_part(whole, both))
+    return Publication(_announced_part(policy, tensors), _announced_part(whole, both))
 
 
 def _announced_part(manifest: Manifest, tensors: Mapping[str, NamedTensor]) -> Announced:

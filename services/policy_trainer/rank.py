@@ -20,18 +20,14 @@ _COMMAND_WAIT_S = 3600.0
 _WRITTEN_POLL_S = 0.05  # while a checkpoint is being written
 
 
-def make_deterministic() -> None:
-    """Makes results reproducible: equal batch, weights, and number of ranks and threads give equal
-    bits.
+def build(config: PolicyTrainerConfig, link: group.RankLink) -> PolicyTrainer:
+    """Builds this rank's trainer and resumes it. Results are reproducible: equal batch, weights,
+    and number of ranks and threads give equal bits. Collective.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Filling fresh memory only helps to find reads of uninitialised memory, and costs a pass over
     # every buffer.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def build(config: PolicyTrainerConfig, link: group.RankLink) -> PolicyTrainer:
-    """Builds this rank's trainer and resumes it. Collective."""
     progress = messages.ProgressReport(lambda doing: link.send(MESSAGES.encode(doing)))
 
     def loads(read: int, of: int) -> None:
@@ -67,7 +63,6 @@ def main() -> None:
     config = link.config(PolicyTrainerConfig)
     telemetry.setup("policy_trainer", config.telemetry)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    make_deterministic()
     try:
         trainer = build(config, link)
         link.ready()

@@ -95,25 +95,23 @@ class RankZero:
         """The gateway's tensors of this version; empty if the gateway serves equal bits or another
         version. None after a failure, which is reported to the parent.
         """
+        manifest = publication.policy.manifest
         try:
-            tensors = self._served_tensors(publication) or []
+            try:
+                tensors = self._runner.run(publish.pull_served(manifest, self._config)) or []
+            except DataLoss as error:  # damaged tensors are pushed again
+                version = manifest.version
+                _log.warning("served_weights_damaged", version=version, error=str(error))
+                tensors = []
             if tensors:
-                publish.check_same_model(layouts(publication.policy.manifest), tensors)
+                publish.check_same_model(layouts(manifest), tensors)
         except PacelineError as error:
             self.failed(command.command_id, error)
             return None
         if tensors:
             metrics.VERSIONS_TAKEN.record()
-            _log.warning("served_weights_taken", version=publication.version)
+            _log.warning("served_weights_taken", version=manifest.version)
         return {one.name: one for one in tensors}
-
-    def _served_tensors(self, publication: publish.Publication) -> list[NamedTensor] | None:
-        """As pull_served; None for damaged tensors, which are then pushed again."""
-        try:
-            return self._runner.run(publish.pull_served(publication.policy.manifest, self._config))
-        except DataLoss as error:
-            _log.warning("served_weights_damaged", version=publication.version, error=str(error))
-            return None
 
     def push(
         self, command: m.Train, progress: m.Progress, publication: publish.Publication

@@ -56,7 +56,6 @@ class PolicyServicer(PolicyServiceServicer):
             m.MESSAGES,
             service="policy_trainer",
             start_deadline_s=config.start_deadline_s,
-            on_start=self._started,
             on_message=self._receive,
         )
         self._turn = asyncio.Lock()
@@ -148,10 +147,6 @@ class PolicyServicer(PolicyServiceServicer):
         done = self._progress
         counts = {"step": max(0, done.step), "trained": done.trajectories_trained}
         return progress_pb2.GetProgressResponse(parts=self.ranks.parts(counts))
-
-    async def _started(self) -> None:
-        version, step = self._progress.policy_version, self._progress.step
-        _log.info("ranks_ready", pids=self.ranks.pids, policy_version=version, step=step)
 
     def _receive(self, news: m.Message) -> None:
         if isinstance(news, m.Started | m.Stepped):

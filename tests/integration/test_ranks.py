@@ -74,14 +74,11 @@ STANDS = MESSAGES.encode(Started(Progress())).decode()
 
 
 def watching(group: RankGroup, start_deadline_s: float = 0.0) -> WatchedRanks[Message]:
-    async def started() -> None: ...
-
     return WatchedRanks(
         group,
         MESSAGES,
         service="policy_trainer",
         start_deadline_s=start_deadline_s or patient(20.0),
-        on_start=started,
         on_message=lambda message: None,
     )
 
@@ -94,7 +91,7 @@ async def test_a_service_takes_commands_once_it_knows_where_its_ranks_stand(
     news = b"\n".join(map(MESSAGES.encode, said)).decode()
     order: list[object] = []
 
-    async def started() -> None:
+    def started() -> None:
         order.append("start")
 
     watched = WatchedRanks(

@@ -4,7 +4,7 @@ run.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -47,8 +47,8 @@ class WatchedRanks(Generic[M]):
         *,
         service: str,
         start_deadline_s: float,
-        on_start: Callable[[], Awaitable[None]],
         on_message: Callable[[M], None],
+        on_start: Callable[[], None] = lambda: None,
         on_lost: Callable[[PacelineError], None] = lambda error: None,
     ) -> None:
         self._group, self._messages = group, messages
@@ -61,7 +61,7 @@ class WatchedRanks(Generic[M]):
         self._lost_s: float | None = None  # time of the loss, until the ranks are back
         self._service = Activity(service)
         self._doing = Activity(f"{service} ranks")
-        group.on_progress = self._take_progress
+        group.on_progress = lambda rank, data: self._note_progress(messages.decode(data))
 
     @property
     def pids(self) -> list[int]:
@@ -211,7 +211,8 @@ class WatchedRanks(Generic[M]):
         await self._group.start(self._start_deadline_s)
         while not self._take(*await self._group.receive(self._start_deadline_s)):
             pass  # work before the first position report, such as a replay
-        await self._on_start()
+        self._on_start()
+        _log.info("ranks_ready", pids=self.pids)
         self._ready.set()
         self._show_health(True)
         if self._lost_s is not None:
@@ -241,25 +242,19 @@ class WatchedRanks(Generic[M]):
                 continue
             self._take(rank, data)
 
-    def _take_progress(self, rank: int, data: bytes) -> bool:
-        """Dispatches a progress report during the start; returns False for other messages, which
-        wait.
-        """
-        progress = isinstance(self._messages.decode(data), Doing | Impaired)
-        if progress:
-            self._take(rank, data)
-        return progress
+    def _note_progress(self, message: M) -> bool:
+        """Records a progress report; returns False for any other message."""
+        self._doing.moves()
+        if isinstance(message, Impaired):
+            tell_supervisor("impaired", message.what)
+        elif isinstance(message, Doing) and message.what != self._doing.doing:
+            self._doing.begins(message.what, message.waits_for)
+        return isinstance(message, Doing | Impaired)
 
     def _take(self, rank: int, data: bytes) -> bool:
         """Dispatches a message. Returns False for a progress report, True for any other message."""
         message = self._messages.decode(data)
-        self._doing.moves()
-        if isinstance(message, Impaired):
-            tell_supervisor("impaired", message.what)
-            return False
-        if isinstance(message, Doing):
-            if message.what != self._doing.doing:
-                self._doing.begins(message.what, message.waits_for)
+        if self._note_progress(message):
             return False
         self._on_message(message)
         news = self._news.get(getattr(message, "command_id", 0))

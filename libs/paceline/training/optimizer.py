@@ -92,21 +92,8 @@ class Muon(Optimizer):
     matrix.
     """
 
-    def __init__(
-        self,
-        matrices: Iterable[Tensor],
-        *,
-        lr: float,
-        momentum: float,
-        weight_decay: float,
-        iterations: int,
-    ) -> None:
-        settings: dict[str, Any] = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "iterations": iterations,
-        }
+    def __init__(self, matrices: Iterable[Tensor], **settings: Any) -> None:
+        """`settings`: lr, momentum, weight_decay and iterations."""
         super().__init__(matrices, settings)
         for group in self.param_groups:
             for matrix in group["params"]:

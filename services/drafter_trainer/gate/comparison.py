@@ -185,8 +185,14 @@ class MeasuredCosts:
                 for kind in kinds:
                     found[kind].append(SizeGroup(one.share, costs[kind], one.rival))
         if not all(found.values()):
-            return {kind: [SizeGroup(1.0, self._configured())] for kind in kinds}, False
-        return {kind: _normalised(own) for kind, own in found.items()}, True
+            each = self._config.verify_cost + self._config.draft_cost
+            drafts = range(1, self._config.draft_steps + 1)
+            configured = {count: 1.0 + count * each for count in drafts}
+            return {kind: [SizeGroup(1.0, configured)] for kind in kinds}, False
+        for kind, own in found.items():
+            whole = sum(one.share for one in own) or 1.0
+            found[kind] = [SizeGroup(one.share / whole, one.costs, one.rival) for one in own]
+        return found, True
 
     def _chains(self, costs: Mapping[str, float]) -> dict[str, dict[int, float]]:
         """By kind and number of drafts; trees are left out."""
@@ -198,12 +204,3 @@ class MeasuredCosts:
             if 1 <= name.shape.steps <= self._config.draft_steps:
                 chains.setdefault(name.speculator, {})[name.shape.steps] = cost
         return chains
-
-    def _configured(self) -> dict[int, float]:
-        each = self._config.verify_cost + self._config.draft_cost
-        return {drafts: 1.0 + drafts * each for drafts in range(1, self._config.draft_steps + 1)}
-
-
-def _normalised(size_groups: Sequence[SizeGroup]) -> list[SizeGroup]:
-    whole = sum(one.share for one in size_groups) or 1.0
-    return [SizeGroup(one.share / whole, one.costs, one.rival) for one in size_groups]

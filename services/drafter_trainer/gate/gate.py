@@ -2,6 +2,7 @@
 engine, and freezes training that gains nothing.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +49,8 @@ class PublishGate:
         self.costs = comparison.MeasuredCosts(config.gate)
         self.serving = round.DrafterState(0, learner.snapshot())
         self._first = self.serving.net if self._warm_start else None
-        self._served, self._hurry = freeze.ServedLength(), freeze.Hurry()
+        self._served = (math.nan, 0.0)  # length and noise at the serving drafter's last judgement
+        self._hurry = freeze.Hurry()
         self.next_version = max([0, *candidates.versions]) + 1
 
     @property
@@ -219,11 +221,12 @@ class PublishGate:
         if first is None or any(one.net is first for one in now.candidates):
             return None
         itself, _ = now.serving_alone(self.costs)
-        fallen = self._served.falls_to(itself.serving, itself.serving_noise)
+        before, self._served = self._served, (itself.serving, itself.serving_noise)
+        fallen = freeze.has_fallen(before, self._served)
         if not fallen or not self.serving.version:
             return None
-        before = round.DrafterState(self.next_version, first)
-        return self._round_of(now.samples, now.job.heads, (before, *now.candidates))
+        again = round.DrafterState(self.next_version, first)
+        return self._round_of(now.samples, now.job.heads, (again, *now.candidates))
 
     def _decided(self, now: round.GateRound) -> bool:
         """Whether the remaining rows need no measurement."""

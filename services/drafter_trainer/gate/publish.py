@@ -1,7 +1,7 @@
 """Pushes promoted drafters to the gateway."""
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +60,6 @@ async def push_drafter(
     return await push_weights(channel, manifest, tensors, context, deadline_s=deadline_s)
 
 
-@dataclass(frozen=True, slots=True)
-class PushOutcome:
-    """Result of a push."""
-
-    decision: Judged
-    prepared: bool  # at the gateway
-    again: bool = False  # worth another try
-
-
 class Promoter:
     """At most one promoted drafter at a time; a newer one replaces an older one.
 
@@ -80,7 +71,7 @@ class Promoter:
         self._channel = channel
         self._waiting: Judged | None = None
         # in progress, or done and not yet collected
-        self.push: asyncio.Task[PushOutcome] | None = None
+        self.push: asyncio.Task[Judged] | None = None
 
     def start(self, decision: Judged, context: CommandContext, news: asyncio.Queue[Any]) -> None:
         """Pushes a promoted drafter; the finished task is put into `news`."""
@@ -97,13 +88,11 @@ class Promoter:
         elif self._waiting is not None:
             self.start(self._waiting, context, news)
 
-    def collect_outcome(self) -> PushOutcome | None:
-        """The result of `push`; None if there is none yet."""
+    def collect_outcome(self) -> Judged | None:
+        """The decision after the gateway's answer: promoted or refused. None without an answer."""
         if self.push is None or not self.push.done():
             return None
-        outcome = self.push.result()
-        self.push = None
-        self._waiting = outcome.decision if outcome.again else None
+        outcome, self.push = self.push.result(), None
         return outcome
 
     def cancel(self) -> None:
@@ -112,19 +101,16 @@ class Promoter:
             self.push.cancel()
         self.push = self._waiting = None
 
-    async def _attempt(self, decision: Judged, context: CommandContext) -> PushOutcome:
+    async def _attempt(self, decision: Judged, context: CommandContext) -> Judged:
         version = decision.drafter_version
         try:
             report = await push_drafter(self._channel, decision, context)
-        except WORTH_ANOTHER_TRY as error:
-            log.warning(
-                "the promoted drafter is not delivered", drafter_version=version, error=str(error)
-            )
-            return PushOutcome(decision, prepared=False, again=True)
         except errors.PacelineError as error:
-            log.error("the promoted drafter is rejected", drafter_version=version, error=str(error))
-            return PushOutcome(decision, prepared=False)
+            if isinstance(error, WORTH_ANOTHER_TRY):
+                self._waiting = decision
+            log.warning("drafter not prepared", drafter_version=version, error=str(error))
+            return replace(decision, decision="refused")
         log.info(
             "drafter prepared", drafter_version=version, bytes=report.bytes, seconds=report.push_s
         )
-        return PushOutcome(decision, prepared=True)
+        return decision

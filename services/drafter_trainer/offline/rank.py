@@ -24,10 +24,10 @@ from paceline.errors import ConfigError, InvalidInput, PacelineError
 from paceline.models.config import read_config
 from paceline.models.loading import DTYPES
 from paceline.ranks.group import RankLink
+from paceline.services.drafter_trainer.config import FIXED, OfflineConfig
 from paceline.services.drafter_trainer.gate.evaluate import GREEDY, chain_survival
 from paceline.services.drafter_trainer.learn import heads, learner, membership
 from paceline.services.drafter_trainer.offline import data
-from paceline.services.drafter_trainer.offline.config import FIXED, OfflineConfig
 from paceline.services.drafter_trainer.rows.sample import FeatureSample, pack
 from paceline.speculators import base, shift
 from paceline.speculators.net import DraftNet, trained_net

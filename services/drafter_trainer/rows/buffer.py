@@ -154,17 +154,13 @@ class FeatureBuffer:
         """
         heads = set(known)
         group = list[FeatureSample]()
-        if self._random.random() < self._config.long_share * self._long_missing():
+        # Share of this step's long samples still to arrive, if it has as many as the previous step.
+        missing = max(0.0, 1.0 - self._long_arrived / max(self._long_expected, 1))
+        if self._random.random() < self._config.long_share * missing:
             held = [sample for sample in self._long if sample.step == self._previous_step]
             group = self._of_one_head(held, heads, at_least)
         group = group or self._of_one_head(self, heads, at_least)
         return self._some(group, tokens, at_least)
-
-    def _long_missing(self) -> float:
-        """Share of this step's long samples still to arrive, if it will have as many as the
-        previous step.
-        """
-        return max(0.0, 1.0 - self._long_arrived / max(self._long_expected, 1))
 
     def _of_one_head(
         self, samples: Iterable[FeatureSample], heads: set[str], at_least: int

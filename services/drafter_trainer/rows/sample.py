@@ -116,12 +116,12 @@ def _check(batch: FeatureBatch, target: ModelConfig) -> None:
 
     names = batch.layers.split(",")
     if names[-1] != "last" or batch.convention != "post_norm":
-        seen = (batch.layers, batch.convention)
-        raise DataLoss("rows of another layer", seen=seen, allowed=("..., last", "post_norm"))
+        found = (batch.layers, batch.convention)
+        raise DataLoss("rows of another layer", seen=found, allowed=("..., last", "post_norm"))
 
-    if batch.hidden_size != len(names) * target.hidden_size:
-        allowed = len(names) * target.hidden_size
-        raise DataLoss("rows of another width", seen=batch.hidden_size, allowed=allowed)
+    width = len(names) * target.hidden_size
+    if batch.hidden_size != width:
+        raise DataLoss("rows of another width", seen=batch.hidden_size, allowed=width)
 
     tokens = batch.token_ids
     if tokens.min() < 0 or tokens.max() >= target.vocab_size:

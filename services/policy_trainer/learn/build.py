@@ -119,5 +119,6 @@ def _critic(config: PolicyTrainerConfig, mesh: DeviceMesh, on_load: OnLoad) -> C
         raise ConfigError(
             "an algorithm of your own cannot have a critic", seen=settings.name, allowed="ppo"
         )
-    model = models.critic_on_meta(Path(config.model), attention=config.attention)
+    decoder = models.causal_lm_on_meta(Path(config.model), config.attention).model
+    model = models.ValueModel(decoder)
     return Critic(config, settings, shard(model, mesh, config, on_load), mesh)

@@ -23,7 +23,7 @@ from paceline.services.policy_trainer.batches.batch import MicroBatch, TrainBatc
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.learn import weights
 from paceline.services.policy_trainer.learn.model import PolicyModel, ValueModel, pair_cost
-from paceline.services.policy_trainer.learn.objective import Critic, Figures, PolicyObjective
+from paceline.services.policy_trainer.learn.objective import Critic, Figures, policy_losses
 from paceline.services.policy_trainer.messages import StepFacts
 from paceline.telemetry import names, span
 from paceline.training.optimizer import NamedOptimizer
@@ -56,7 +56,6 @@ class Learner:
         self.reference = reference
         self.critic = critic
         self.algorithm: base.Algorithm = build_algorithm(config.algorithm)
-        self.objective = PolicyObjective(config.algorithm, self.algorithm)
         self.packer = packing.Packer(config, mesh, pair_cost(model))
         self._seconds: defaultdict[str, float] = defaultdict(float)  # of this step, by part
         self.updates = 0
@@ -204,7 +203,8 @@ class Learner:
 
     def _moving(self, batch: TrainBatch, advantages: Float[Tensor, " T"]) -> Bool[Tensor, " B"]:
         """Trajectories with tokens that carry gradient."""
-        if self.objective.has_divergence or self.objective.has_entropy:
+        settings = self.config.algorithm
+        if settings.kl.in_loss or settings.entropy_coefficient:
             return torch.ones(len(batch.rewards), dtype=torch.bool)
         moved = (advantages != 0).float()
         return torch.zeros(len(batch.rewards)).index_add_(0, batch.owners, moved) > 0
@@ -221,13 +221,15 @@ class Learner:
         self, batch: TrainBatch, part: packing.MiniBatch, known: StepStart, figures: Figures
     ) -> float:
         """Accumulates gradients of the mini-batch's loss; returns that loss, equal on all ranks."""
+        settings = self.config.algorithm
+        rewarded = settings.entropy_coefficient > 0
 
         def losses_of(micro: MicroBatch) -> Tensor:
-            policy, entropy = self.model(micro, entropy_gradient=self.objective.has_entropy)
+            policy, entropy = self.model(micro, entropy_gradient=rewarded)
             if known.proximal_logprobs is None:
                 self._measure(batch, micro, policy, entropy, figures)
             tokens = self._token_batch(batch, micro, known, policy)
-            losses, metrics = self.objective.losses(tokens, entropy)
+            losses, metrics = policy_losses(settings, self.algorithm, tokens, entropy)
             figures.add(metrics)
             return losses
 

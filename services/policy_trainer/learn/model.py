@@ -139,7 +139,8 @@ def head_logprobs(
     """
 
     def of_chunk(rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        return _scored(head(rows), wanted, entropy_gradient)
+        logprobs, entropy = _Scores.apply(head(rows).float(), wanted, entropy_gradient)
+        return logprobs, entropy if entropy_gradient else entropy.detach()
 
     chunks = list(zip(hidden.split(chunk_rows), targets.split(chunk_rows), strict=True))
     again = torch.is_grad_enabled() and len(chunks) > 1
@@ -180,13 +181,6 @@ class _Scores(torch.autograd.Function):
         else:
             whole = probs * -of_logprob[:, None]
         return whole.scatter_add_(-1, targets[:, None], of_logprob[:, None]), None, None
-
-
-def _scored(
-    logits: Float[Tensor, "C V"], targets: Int[Tensor, " C"], entropy_gradient: bool
-) -> tuple[Float[Tensor, " C"], Float[Tensor, " C"]]:
-    logprobs, entropy = _Scores.apply(logits.float(), targets, entropy_gradient)
-    return logprobs, entropy if entropy_gradient else entropy.detach()
 
 
 MASKED = 2.5
@@ -335,10 +329,3 @@ def policy_on_meta(
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         lm.train()  # transformers recomputes in training mode only; there is no dropout
     return PolicyModel(lm, chunk_rows)
-
-
-def critic_on_meta(directory: Path, *, attention: str = "sdpa") -> ValueModel:
-    """A critic that starts from the decoder of a Hugging Face directory. Raises as
-    policy_on_meta.
-    """
-    return ValueModel(causal_lm_on_meta(directory, attention).model)

@@ -6,7 +6,6 @@ M trained tokens of a micro-batch, T of the batch.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,54 +25,35 @@ from paceline.training.optimizer import NamedOptimizer
 from paceline.training.process import from_all_ranks
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyObjective:
-    """The minimised objective, as a pure function of a micro-batch."""
+def policy_losses(
+    settings: algorithm_settings.AlgorithmConfig,
+    algorithm: Algorithm,
+    tokens: TokenBatch,
+    entropy: Float[Tensor, " M"],
+) -> tuple[Float[Tensor, " M"], dict[str, Float[Tensor, " M"]]]:
+    """Loss of each token of the policy, and figures for the report.
 
-    settings: algorithm_settings.AlgorithmConfig
-    algorithm: Algorithm
-
-    @property
-    def has_divergence(self) -> bool:
-        """Whether the loss contains the divergence from the reference."""
-        return self.settings.kl.coefficient > 0 and self.settings.kl.place == "loss"
-
-    @property
-    def has_entropy(self) -> bool:
-        """Whether the loss contains the entropy."""
-        return self.settings.entropy_coefficient > 0
-
-    def losses(
-        self, tokens: TokenBatch, entropy: Float[Tensor, " M"]
-    ) -> tuple[Float[Tensor, " M"], dict[str, Float[Tensor, " M"]]]:
-        """Loss of each token, and figures for the report.
-
-        w_t L_t + kl.coefficient D_t - entropy_coefficient H_t
-        """
-        own = self.algorithm.loss(tokens)
-        weights, kept = loss_functions.correction_weights(
-            self.settings.correction,
-            tokens.proximal_logprobs,
-            tokens.behavior_logprobs,
-            tokens.sequences,
-        )
-        losses = weights * own.losses
-        metrics = {
-            **own.metrics,
-            "clip_fraction": own.clipped.to(losses.dtype),
-            "masked_fraction": (~kept).to(losses.dtype),
-            "correction_weight": weights,
-        }
-        if self.has_divergence:
-            kl = self.settings.kl
-            apart = loss_functions.divergence(
-                tokens.policy_logprobs, tokens.reference_logprobs, kl.estimator
-            )
-            losses = losses + kl.coefficient * apart
-            metrics["divergence"] = apart.detach()
-        if self.has_entropy:
-            losses = losses - self.settings.entropy_coefficient * entropy
-        return losses, metrics
+    w_t L_t + kl.coefficient D_t - entropy_coefficient H_t
+    """
+    own = algorithm.loss(tokens)
+    weights, kept = loss_functions.correction_weights(
+        settings.correction, tokens.proximal_logprobs, tokens.behavior_logprobs, tokens.sequences
+    )
+    losses = weights * own.losses
+    metrics = {
+        **own.metrics,
+        "clip_fraction": own.clipped.to(losses.dtype),
+        "masked_fraction": (~kept).to(losses.dtype),
+        "correction_weight": weights,
+    }
+    if settings.kl.in_loss:
+        policy, reference = tokens.policy_logprobs, tokens.reference_logprobs
+        apart = loss_functions.divergence(policy, reference, settings.kl.estimator)
+        losses = losses + settings.kl.coefficient * apart
+        metrics["divergence"] = apart.detach()
+    if settings.entropy_coefficient:
+        losses = losses - settings.entropy_coefficient * entropy
+    return losses, metrics
 
 
 _RATIO, _SQUARED, _LARGEST = "_ratio", "_ratio_squared", "behavior_gap_max"

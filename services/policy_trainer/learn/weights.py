@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from paceline.services.policy_trainer.learn.model import PolicyModel, StartWeigh
 from paceline.training import checkpoints, process
 from paceline.training.offload import Offload
 from paceline.training.optimizer import NamedOptimizer
+from paceline.training.shards import local_of
 
 ADAPTER = "default"
 """peft's name for the only adapter of a module."""
@@ -249,7 +251,9 @@ class DeviceMemory(Offload):
 
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[NamedOptimizer]) -> None:
         self._models = models
-        super().__init__([*_parameters(models), *_moments(optimizers)])
+        held = [list(model.parameters()) for model in models]
+        held += [list(optimizer.named().values()) for optimizer in optimizers]
+        super().__init__(chain.from_iterable(held))
 
     def leave(self) -> None:
         """Frees device memory until `enter`; the numbers stay on the CPU."""
@@ -263,17 +267,6 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _parameters(models: Sequence[nn.Module]) -> Iterator[Tensor]:
-    for model in models:
-        yield from model.parameters()
-
-
-def _moments(optimizers: Sequence[NamedOptimizer]) -> Iterator[Tensor]:
-    for optimizer in optimizers:
-        for name in optimizer.parameters:
-            yield from optimizer.moments(name).values()
 
 
 class KeptWeights:
@@ -300,7 +293,7 @@ class KeptWeights:
         else:
             memory = self._kept[0]
         self._kept.append(memory)  # replaces the oldest
-        _copy(self._shards(), memory)
+        torch._foreach_copy_(memory, self._shards())
 
     @contextmanager
     def as_of(self, lag: int) -> Iterator[None]:
@@ -314,15 +307,7 @@ class KeptWeights:
 
     def _serve(self, weights: list[Tensor]) -> None:
         reshard(self._model)
-        _copy(weights, self._shards())
+        torch._foreach_copy_(self._shards(), weights)
 
     def _shards(self) -> list[Tensor]:
-        return [
-            one.to_local() if isinstance(one, DTensor) else one for one in self._trained.values()
-        ]
-
-
-@torch.no_grad()
-def _copy(source: list[Tensor], target: list[Tensor]) -> None:
-    for one, other in zip(source, target, strict=True):
-        other.copy_(one)
+        return [local_of(one).detach() for one in self._trained.values()]

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 from paceline.config import Config, ServiceConfig, known_keys, load_config
 from paceline.errors import ConfigError
 from paceline.services.coordinator.config import EvaluationConfig
-from paceline.services.drafter_trainer.offline.config import OfflineConfig
+from paceline.services.drafter_trainer.config import OfflineConfig
 from paceline.trajectory import TEMPERATURE
 
 
