@@ -210,7 +210,7 @@ class DrafterDriver:
             log.warning(
                 "ranks did not stop in time and are killed", seconds=time.monotonic() - started
             )
-            self.watched.kill()
+            self.watched.group.kill()
             async with asyncio.timeout(patient(KILL_S)):
                 await lease.over.wait()
         except group.RankLost as error:

@@ -144,14 +144,11 @@ HELP = """Write a trained drafter as another engine's checkpoint.
 
 sglang: EAGLE of Llama and Qwen2 (--speculative-algorithm EAGLE), EAGLE-3 (EAGLE3), DFlash (DFLASH).
 
-vllm: EAGLE of Llama (method eagle; no bias behind fc), EAGLE-3 (eagle3), MLP speculator
-(mlp_speculator).
+vllm: EAGLE of Llama without a bias (method eagle), EAGLE-3 (eagle3), MLP (mlp_speculator).
 
-arctic: LSTM speculator, for Snowflake's ArcticInference plugin of vLLM (method
-arctic).
+arctic: LSTM, for Snowflake's ArcticInference plugin of vLLM (method arctic).
 
-native: every kind, for `paceline serve gateway --drafter DIR` and `paceline drafter train --from
-DIR`.
+native: every kind, for `serve gateway --drafter DIR` and `drafter train --from DIR`.
 """
 
 

@@ -142,20 +142,7 @@ class Standing:
     buffer_samples: int = 0
 
 
-Message = (
-    Activate
-    | Join
-    | Preempt
-    | NewHead
-    | Serving
-    | Save
-    | Attached
-    | SlotsJoined
-    | Judged
-    | Stopped
-    | Standing
-    | Saved
-    | Impaired
-    | Doing
-)
+Command = Activate | Join | Preempt | NewHead | Serving | Save
+News = Attached | SlotsJoined | Judged | Stopped | Standing | Saved | Impaired | Doing
+Message = Command | News
 MESSAGES = TaggedJson[Message](*get_args(Message))

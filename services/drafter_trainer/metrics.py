@@ -23,46 +23,29 @@ SAMPLES_DROPPED = Counter(
     "paceline.drafter.samples_dropped",
     "{sample}",
     ("reason",),
-    "captured rows dropped before training; reason: evicted (full buffer), unusable (unreadable), "
-    "or stale_head (of a dropped head)",
+    "captured rows not trained on: evicted (full buffer), unusable or stale_head (no policy head)",
 )
 STEPS = Counter("paceline.drafter.steps", "{step}", DRAFTER, "optimiser steps")
 STEPS_SKIPPED = Counter(
     "paceline.drafter.steps_skipped", "{step}", DRAFTER, "steps with a gradient that is not finite"
 )
 LOSS = Gauge(
-    "paceline.drafter.loss",
-    "1",
-    ("drafter", "term"),
-    "mean loss over the last micro-batch's positions: total, and the network's named terms",
+    "paceline.drafter.loss", "1", ("drafter", "term"), "mean loss of the last micro-batch, by term"
 )
 ACCEPT_LENGTH = Gauge(
-    "paceline.drafter.accept_length",
-    "{token}",
-    JUDGED,
-    "E[len] on fresh rows, 1 + sum of survivals; role: candidate or serving",
+    "paceline.drafter.accept_length", "{token}", JUDGED, "E[len] on fresh rows, 1 + all survivals"
 )
 SURVIVAL = Gauge(
-    "paceline.drafter.survival",
-    "1",
-    (*JUDGED, "position"),
-    "share of positions with accepted drafts 1 to i",
+    "paceline.drafter.survival", "1", (*JUDGED, "position"), "P(drafts 1 to i all accepted)"
 )
 PROJECTED_SPEEDUP = Gauge(
-    "paceline.drafter.projected_speedup",
-    "1",
-    JUDGED,
-    "projected speed over plain decoding: the maximum over k of E[len] with k drafts, divided by "
-    "the cost of such a round",
+    "paceline.drafter.projected_speedup", "1", JUDGED, "projected speed over plain decoding"
 )
 JUDGED_POLICY_VERSION = Gauge(
     "paceline.drafter.judged_policy_version", "1", DRAFTER, "policy version of the fresh rows"
 )
 DECISIONS = Counter(
-    "paceline.drafter.decisions",
-    "{decision}",
-    ("drafter", "decision"),
-    "the gate's decisions: promoted, kept, frozen, reopened or rolled_back",
+    "paceline.drafter.decisions", "{decision}", ("drafter", "decision"), "decisions of the gate"
 )
 SLOT_TIME = Counter("paceline.drafter.slot_time", "s", (), "slot-seconds under leases")
 PREEMPTION_LATENCY = Histogram(

@@ -19,8 +19,8 @@ from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer import metrics, trainer
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
 from paceline.services.drafter_trainer.gate.round import Candidates
-from paceline.services.drafter_trainer.learn import heads, learner, membership
-from paceline.services.drafter_trainer.rows import store
+from paceline.services.drafter_trainer.learn import learner, membership
+from paceline.services.drafter_trainer.rows import sample, store
 from paceline.speculators.packed import PackedRow
 from paceline.streams import RedisStream, connect, run_key
 from paceline.training import checkpoints
@@ -42,7 +42,7 @@ class Rank(trainer.DrafterTrainer):
     def __init__(self, config: DrafterTrainerConfig, ranks: group.RankLink) -> None:
         self.rank, self._target = ranks.rank, read_config(Path(config.model))
         rows = store.RowStore(config.buffer, config.run.seed, config.micro_batch_bytes)
-        rows.add_head(heads.load_policy_head(Path(config.model), 0))
+        rows.add_head(sample.load_policy_head(Path(config.model), 0))
         net = learner.initial_net(config, self._target)
         directory = Path(config.run.dir) / "checkpoints"
         candidates = Candidates(directory / "drafter-candidates", self._target, [net.kind])
@@ -61,7 +61,10 @@ class Rank(trainer.DrafterTrainer):
         if config.resume:
             self._resume(directory / "drafter")
         self.link.on_command = self.obey
-        self._feed = store.RowFeed(self._open_stream, self._target, self.rows.add)
+        redis, name = config.redis.features, run_key(config.run.id, "features")
+        self._feed = store.RowFeed(
+            lambda: RedisStream(connect(redis), name), self._target, self.rows.add
+        )
         if self.rank == 0:
             self._feed.start()
 
@@ -69,10 +72,6 @@ class Rank(trainer.DrafterTrainer):
     def lost(self) -> Counter[str]:
         """Entries without rows, by reason."""
         return self._feed.dropped
-
-    def _open_stream(self) -> RedisStream:
-        client = connect(self._config.redis.features)
-        return RedisStream(client, run_key(self._config.run.id, "features"))
 
     def _resume(self, directory: Path) -> None:
         """Loads the newest intact checkpoint; an older checkpoint has only learned less."""
@@ -191,7 +190,7 @@ class Rank(trainer.DrafterTrainer):
                 case PackedRow() as row:
                     self.learner.micro_step(row, self._head(row.lm_head_hash))
 
-    def _head(self, wanted: str) -> heads.PolicyHead:
+    def _head(self, wanted: str) -> sample.PolicyHead:
         """The head that rank 0 trains with. The parent sends it to all ranks, but this rank may not
         have read it yet.
         """
@@ -218,7 +217,7 @@ class Rank(trainer.DrafterTrainer):
         its rows then count as stale.
         """
         try:
-            head = heads.read_spooled_head(path, policy_version, self._target)
+            head = sample.read_spooled_head(path, policy_version, self._target)
         except (OSError, PacelineError) as error:
             log.error("policy head cannot be used", policy_version=policy_version, error=str(error))
             return

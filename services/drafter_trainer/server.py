@@ -188,7 +188,11 @@ async def serve(config: DrafterTrainerConfig, stop: asyncio.Event) -> None:
     check_model(Path(config.model))
     ranks, spool_dir = driver.DrafterDriver(config), Path(config.run.dir) / "spool-drafter-trainer"
     spool, guard = Spool(spool_dir, keep=4), EpochGuard(config.security, spool_dir / EPOCHS)
-    await _send_spooled(spool, ranks)
+    # After a restart, the ranks need the spooled heads and the last serving set.
+    for target, version in sorted(spool.spooled()):
+        await ranks.send_fact(m.NewHead(version, str(spool.path(target, version))))
+    if (serving := spool.sets.serving) is not None:
+        await ranks.send_fact(m.Serving(serving.policy, serving.drafter))
     servicer = DrafterServicer(config, ranks, guard)
     weights = WeightServicer(spool, guard, ranks, targets=(engine_pb2.WEIGHT_TARGET_POLICY_HEAD,))
     server = Server(config.addresses.drafter_trainer, config.security)
@@ -208,11 +212,3 @@ async def _progress(ranks: driver.DrafterDriver) -> progress_pb2.GetProgressResp
     at = ranks.standing
     counts = {"optimiser_steps": at.total_steps, "samples_waiting": at.buffer_samples}
     return progress_pb2.GetProgressResponse(parts=ranks.watched.parts(counts))
-
-
-async def _send_spooled(spool: Spool, ranks: driver.DrafterDriver) -> None:
-    """After a restart, sends the spooled heads and the last serving set to the ranks."""
-    for target, version in sorted(spool.spooled()):
-        await ranks.send_fact(m.NewHead(version, str(spool.path(target, version))))
-    if spool.sets.serving is not None:
-        await ranks.send_fact(m.Serving(spool.sets.serving.policy, spool.sets.serving.drafter))

@@ -1,7 +1,7 @@
 """Declares the settings of the policy trainer."""
 
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 from pydantic import Field
 
@@ -18,6 +18,9 @@ class PolicyOptimizerConfig(OptimizerConfig):
     """
 
 
+Linear = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
 class AdaptersConfig(Config):
     """Low-rank adapters (LoRA), trained instead of the policy's weights."""
 
@@ -25,12 +28,7 @@ class AdaptersConfig(Config):
     """Rank of the two matrices per target; 0: the weights themselves are trained."""
     alpha: float = Field(default=32.0, gt=0)
     """Scale of the adapters: alpha / rank."""
-    targets: tuple[
-        Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], ...
-    ] = Field(
-        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-        min_length=1,
-    )
+    targets: tuple[Linear, ...] = Field(default=get_args(Linear), min_length=1)
     """Linear layers with adapters, in each decoder layer."""
     publish: Literal["weights", "adapters"] = "weights"
     """Content of a push: weights with the product added, or adapters alone. Engines then add the

@@ -25,11 +25,7 @@ GROUPS_DROPPED = Counter(
     "too_few_siblings, unscored, incomplete_session or not_finite",
 )
 NOT_FINITE = Counter(
-    "paceline.policy.not_finite",
-    "1",
-    ("what",),
-    "items left out because of NaN or infinity. session: a group's session, not trained; update: "
-    "an optimiser update, skipped for its loss or gradient norm",
+    "paceline.policy.not_finite", "1", ("what",), "sessions or updates left out for NaN or infinity"
 )
 HEADS_LEFT_OUT = Counter(
     "paceline.policy.heads_left_out", "{version}", (), "heads that the drafter trainer rejected"
@@ -43,17 +39,10 @@ TOKENS_PER_SECOND = Gauge(
     "paceline.policy.tokens_per_second", "{token}/s", (), "tokens per second of the last training"
 )
 PUSHED_BYTES = Counter(
-    "paceline.policy.pushed_bytes",
-    "By",
-    ("encoding",),
-    "bytes of versions pushed to the gateway, `full` or as a `sparse_delta` to the version before",
+    "paceline.policy.pushed_bytes", "By", ("encoding",), "bytes of versions pushed to the gateway"
 )
 CHECKPOINT_TIME = Histogram(
-    "paceline.policy.checkpoint_time",
-    "s",
-    (),
-    "time until rank 0's checkpoint is on disk, written in the background; part_time's checkpoint "
-    "is the time in which ranks wait",
+    "paceline.policy.checkpoint_time", "s", (), "time until a checkpoint of rank 0 is on disk"
 )
 VERSION = Gauge("paceline.policy.version", "{version}", (), "policy version of the last step")
 REWARD = Gauge(
@@ -78,8 +67,7 @@ TRAINED = Counter(
     "paceline.policy.trained",
     "1",
     ("what",),
-    "trained items; what: trajectories, tokens (prompts included), or groups_without_variance "
-    "(without gradient)",
+    "trained trajectories, tokens (prompts included), and groups_without_variance",
 )
 
 

@@ -120,9 +120,23 @@ class RankZero:
         trained, and reports the push. Collective up to the push.
         """
         self.send(m.Stepped(command.command_id, progress))
-        self.send(messages.Doing(f"pushes p{progress.policy_version}", "gateway"))
+        version = progress.policy_version
+        self.send(messages.Doing(f"pushes p{version}", "gateway"))
+        about, parent = {names.RL_STEP: progress.step}, extract(command.carrier)
         try:
-            self._push(command, progress, publication)
+            with span(names.POLICY_PUBLISH, about, parent=parent) as current:
+                report = self.publisher.push(publication, command.sender())
+                current.set_attribute(names.BYTES, report.bytes)
+                metrics.PART_TIME.record(report.push_s, part="publish")
+                metrics.PUSHED_BYTES.record(report.bytes, encoding=report.encoding)
+            if report.replaced:
+                _log.warning("version_replaced", version=version)
+            for record in self._records.load():
+                if record.step == progress.step:
+                    self._runner.run(self._batcher.mark(record))
+            name = publication.policy.manifest.lm_head_hash
+            pushed = (report.bytes, report.push_s, name, report.replaced)
+            self.send(m.Pushed(command.command_id, version, *pushed))
         except PacelineError as error:
             self.failed(command.command_id, error)
 
@@ -183,29 +197,15 @@ class RankZero:
             )
             self._records.append(batch.record)
             await self._batcher.settle(batch.record)
-            batcher.count_batch(batch)
+            for lag, count in batch.staleness.items():
+                for _ in range(count):
+                    metrics.STALENESS.record(lag)
+            for reason, dropped in batch.record.dropped_groups.items():
+                metrics.GROUPS_DROPPED.record(dropped, reason=reason)
+                _log.warning("groups_dropped", step=wanted.step, reason=reason, groups=dropped)
             current.set_attribute(names.TRAJECTORIES, collected.facts.trajectories)
             current.set_attribute(names.ZERO_VARIANCE_GROUPS, collected.facts.zero_variance_groups)
             return collected
-
-    def _push(
-        self, command: m.Train, progress: m.Progress, publication: publish.Publication
-    ) -> None:
-        parent = extract(command.carrier)
-        with span(names.POLICY_PUBLISH, {names.RL_STEP: progress.step}, parent=parent) as current:
-            report = self.publisher.push(publication, command.sender())
-            current.set_attribute(names.BYTES, report.bytes)
-            metrics.PART_TIME.record(report.push_s, part="publish")
-            metrics.PUSHED_BYTES.record(report.bytes, encoding=report.encoding)
-        if report.replaced:
-            _log.warning("version_replaced", version=progress.policy_version)
-
-        for record in self._records.load():
-            if record.step == progress.step:
-                self._runner.run(self._batcher.mark(record))
-        name, version = publication.policy.manifest.lm_head_hash, progress.policy_version
-        pushed = (report.bytes, report.push_s, name, report.replaced)
-        self.send(m.Pushed(command.command_id, version, *pushed))
 
 
 def _check_replay(version: int, missed: Sequence[StepRecord], found: Resumable) -> None:

@@ -114,7 +114,7 @@ class PolicyServicer(PolicyServiceServicer):
                 async for news in self.ranks.run(command, last, deadline_s):
                     yield news
             except errors.DeadlineExceeded:
-                self.ranks.kill()
+                self.ranks.group.kill()
                 raise
 
     async def _save(

@@ -106,7 +106,7 @@ async def test_a_service_takes_commands_once_it_knows_where_its_ranks_stand(
     await watched.wait_ready(patient(20.0))
     assert order == [stand, "start"]
     watching.cancel()
-    await watched.stop(2.0)
+    await watched.group.stop(2.0)
 
 
 class Unlucky(RankGroup):
@@ -136,11 +136,11 @@ async def test_ranks_that_never_start_again_are_given_up_however_long_each_start
     watched = watching(group)
     supervision = asyncio.create_task(watched.supervise())
     await watched.wait_ready(patient(20.0))
-    watched.kill()
+    watched.group.kill()
     with pytest.raises(Unavailable, match="no memory"):
         await asyncio.wait_for(supervision, patient(20.0))
     assert group.starts == 6
-    await watched.stop(2.0)
+    await watched.group.stop(2.0)
 
 
 async def test_ranks_know_their_places_and_the_file_they_meet_at(ranks: RankGroup) -> None:
@@ -277,10 +277,10 @@ async def test_ranks_that_start_for_longer_than_the_deadline_are_awaited_while_t
         seen.add(watched.parts({})[1].doing.partition(",")[0])
         with suppress(Unavailable):
             await watched.wait_ready(0.1)
-    assert watched.pids
+    assert watched.group.pids
     assert ("loads" in seen) == (how == "reports"), "progress is shown while the ranks start"
     supervising.cancel()
-    await watched.stop(2.0)
+    await watched.group.stop(2.0)
 
 
 @pytest.mark.slow
@@ -315,7 +315,7 @@ async def test_a_command_may_take_longer_than_its_deadline_while_ranks_report_pr
     assert reporting.done()
     assert time.monotonic() - began > 2.5
     supervising.cancel()
-    await watched.stop(2.0)
+    await watched.group.stop(2.0)
 
 
 def test_ranks_die_with_a_killed_parent(tmp_path: Path) -> None:

@@ -233,10 +233,8 @@ def read_each_whole(
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """The part of the state that is not tensors. Raises DataLoss if it is damaged."""
     check_hashes(checkpoint, only=STATE)
-    try:
+    with _loading(checkpoint):
         state: dict[str, Any] = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-    except _MALFORMED as error:
-        raise DataLoss(f"the checkpoint {checkpoint} does not load", seen=_cause(error)) from error
     return state
 
 

@@ -171,7 +171,6 @@ def quantised_adamw(
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_EPS = 1e-8  # added to the root of the second moment; torch's default
 
 
 class NamedOptimizer:
@@ -273,12 +272,7 @@ class NamedOptimizer:
 def _adamw(
     parameters: list[Tensor], config: OptimizerConfig, moments: Literal["float32", "int8"]
 ) -> Optimizer:
-    settings: dict[str, Any] = {
-        "lr": config.lr,
-        "betas": config.betas,
-        "eps": _EPS,
-        "weight_decay": config.weight_decay,
-    }
+    settings: dict[str, Any] = config.model_dump(include={"lr", "betas", "weight_decay"})
     if moments == "int8":
         return quantised_adamw(parameters, settings, MOMENTS)
     made = AdamW(parameters, **settings, fused=True)

@@ -11,10 +11,9 @@ from typing import Any
 from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
 from paceline.services.drafter_trainer.gate import comparison, evaluate, freeze, round
-from paceline.services.drafter_trainer.learn.heads import PolicyHead
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner
 from paceline.services.drafter_trainer.learn.membership import announce
-from paceline.services.drafter_trainer.rows.sample import FeatureSample
+from paceline.services.drafter_trainer.rows.sample import FeatureSample, PolicyHead
 from paceline.services.drafter_trainer.rows.store import RowStore
 from paceline.telemetry import get_logger
 

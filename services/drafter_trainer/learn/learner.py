@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor
 from paceline.errors import DataLoss
 from paceline.models.config import ModelConfig
 from paceline.services.drafter_trainer.config import DrafterOptimizerConfig, DrafterTrainerConfig
-from paceline.services.drafter_trainer.learn import heads, membership
+from paceline.services.drafter_trainer.learn import membership
 from paceline.services.drafter_trainer.learn.membership import Members
+from paceline.services.drafter_trainer.rows.sample import PolicyHead
 from paceline.speculators import kinds, packed
 from paceline.speculators.net import DraftNet, read_drafter, trained_net
 from paceline.training import checkpoints, optimizer, shards
@@ -196,7 +197,7 @@ class DrafterLearner:
         )
         # rows of all members, positions of this rank
         self._pending_rows, self._pending_positions = 0, 0
-        self._bound: heads.PolicyHead | None = None
+        self._bound: PolicyHead | None = None
         self.total_steps, self.total_tokens = 0, 0
 
     @property
@@ -205,7 +206,7 @@ class DrafterLearner:
         assert self._sharded is not None
         return self._sharded
 
-    def micro_step(self, row: packed.PackedRow, head: heads.PolicyHead) -> MicroResult:
+    def micro_step(self, row: packed.PackedRow, head: PolicyHead) -> MicroResult:
         """Adds this rank's row; steps the optimiser when the batch is complete."""
         self._bind(head)
         loss, positions, terms = self.sharded.net(on_device(row, self.members.device))
@@ -219,7 +220,7 @@ class DrafterLearner:
         means = {name: float(value) * share for name, value in terms.items()}
         return MicroResult(float(loss.detach()) * share, count, stepped, means, due and not stepped)
 
-    def _bind(self, head: heads.PolicyHead) -> None:
+    def _bind(self, head: PolicyHead) -> None:
         if self._bound is not head:
             device = self.members.device
             self.sharded.net.bind(head.embed_tokens.to(device), head.lm_head.to(device))

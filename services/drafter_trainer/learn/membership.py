@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load, save
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.errors import ConfigError
@@ -140,14 +139,11 @@ def hand_out(rows: Sequence[PackedRow], members: Members) -> PackedRow:
     announce("row", members)
     for rank, row in enumerate(rows[1:], start=1):
         held = {field.name: getattr(row, field.name) for field in fields(row)}
-        data = save({name: _as_tensor(one) for name, one in held.items()})
+        texts = {k: torch.tensor([*v.encode()]) for k, v in held.items() if isinstance(v, str)}
+        data = save(held | texts)
         dist.send(torch.tensor(len(data)), rank)
         dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank)
     return rows[0]
-
-
-def _as_tensor(value: Tensor | str) -> Tensor:
-    return torch.tensor([*value.encode()]) if isinstance(value, str) else value
 
 
 def receive(members: Members) -> PackedRow | str:

@@ -26,13 +26,18 @@ from paceline.models.loading import DTYPES
 from paceline.ranks.group import RankLink
 from paceline.services.drafter_trainer.config import FIXED, OfflineConfig
 from paceline.services.drafter_trainer.gate.evaluate import GREEDY, chain_survival
-from paceline.services.drafter_trainer.learn import heads, learner, membership
+from paceline.services.drafter_trainer.learn import learner, membership
 from paceline.services.drafter_trainer.offline import data
-from paceline.services.drafter_trainer.rows.sample import FeatureSample, pack
+from paceline.services.drafter_trainer.rows.sample import (
+    FeatureSample,
+    PolicyHead,
+    load_policy_head,
+    pack,
+)
 from paceline.speculators import base, shift
 from paceline.speculators.net import DraftNet, trained_net
 from paceline.speculators.packed import PackedRow
-from paceline.training import checkpoints, packing, shards
+from paceline.training import checkpoints, first_fit, shards
 from paceline.training.process import COLLECTIVE_S, from_all_ranks, join_ranks
 
 Report = Callable[[dict[str, Any]], None]
@@ -56,7 +61,7 @@ class OfflineRun:
         self._config, self._report, self._file = config, report, config.out / "log.jsonl"
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._members = membership.on_cpu(self._world)
-        self._capture, self._head = net.capture, heads.load_policy_head(config.model, 0)
+        self._capture, self._head = net.capture, load_policy_head(config.model, 0)
         # no dropout, so the states equal the engine's
         self._policy = lm.model.requires_grad_(requires_grad=False).eval()
         for part in (*lm.model.layers, lm.model):
@@ -134,7 +139,7 @@ class OfflineRun:
             return
         net, random = self._learner.snapshot(), np.random.default_rng([self._config.seed, 4])
         lengths, found = [len(one) for one in self._heldout], []
-        for row in packing.first_fit(lengths, self._config.row_tokens, range(len(lengths))):
+        for row in first_fit(lengths, self._config.row_tokens, range(len(lengths))):
             packed = self._packed([self._heldout[i] for i in row], random)
             if self._rank == 0:
                 temperature = self._config.temperature or GREEDY
@@ -211,14 +216,14 @@ def rows_of(
     lengths = [len(one) for one in samples]
     for epoch in count() if epochs is None else range(epochs):
         order = np.random.default_rng([config.seed, 2, epoch]).permutation(len(lengths)).tolist()
-        for row in packing.first_fit(lengths, config.row_tokens, order, open_rows=OPEN_ROWS):
+        for row in first_fit(lengths, config.row_tokens, order, open_rows=OPEN_ROWS):
             yield [samples[i] for i in row]
 
 
 @torch.no_grad()
 def packed_row(
     policy: Any,
-    head: heads.PolicyHead,
+    head: PolicyHead,
     capture: base.CaptureSpec,
     row: Sequence[data.Example],
     window: int,

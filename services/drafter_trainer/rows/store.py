@@ -16,10 +16,14 @@ from paceline.errors import DataLoss, ResourceExhausted, Unavailable
 from paceline.models.config import ModelConfig
 from paceline.models.products import spare_rows
 from paceline.services.drafter_trainer.config import BufferConfig
-from paceline.services.drafter_trainer.learn.heads import PolicyHead
 from paceline.services.drafter_trainer.metrics import SAMPLES_DROPPED
 from paceline.services.drafter_trainer.rows.buffer import FeatureBuffer
-from paceline.services.drafter_trainer.rows.sample import FeatureSample, pack, sample_from
+from paceline.services.drafter_trainer.rows.sample import (
+    FeatureSample,
+    PolicyHead,
+    pack,
+    sample_from,
+)
 from paceline.speculators.packed import PackedRow
 from paceline.streams import Entry, RedisStream, decode_features
 from paceline.telemetry import names, span

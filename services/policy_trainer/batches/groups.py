@@ -150,10 +150,6 @@ class HeldGroups:
 
 LEAST_SIBLINGS = 2
 """Least number of sessions for a comparison, unless the group was opened for one session."""
-NO_VARIANCE = "no_variance"
-"""Reason for dropping a group with equal rewards."""
-FILTERED = "filtered"
-"""Reason for dropping a group that a user's filter rejects."""
 GroupFilter = Callable[[Sequence[Trajectory]], bool]
 ABANDONED = 8
 """Policy versions beyond the bound after which an unrequested group is dropped."""
@@ -264,18 +260,18 @@ class _Closing:
             if self.keeps is None or self.keeps([held.trajectory for held in branches]):
                 self.trained += branches
                 return
-            reason = FILTERED
+            reason = "filtered"
         self.groups[reason] += 1
         for session in usable:
-            self._drop(session, FILTERED if reason == FILTERED else "too_few_siblings")
+            self._drop(session, "filtered" if reason == "filtered" else "too_few_siblings")
 
     def leave_out(self, draw: HeldDraw) -> None:
         """Drops a group that dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) has
         replaced.
         """
-        self.groups[NO_VARIANCE] += 1
+        self.groups["no_variance"] += 1
         for session in draw.sessions.values():
-            self._drop(session, session.refusal() or NO_VARIANCE)
+            self._drop(session, session.refusal() or "no_variance")
 
     def give_up(self, here: HeldGroups, asked: Container[str]) -> None:
         """Drops whole unrequested groups that have been stale for long."""

@@ -27,7 +27,7 @@ from paceline.services.policy_trainer.batches.batch import (
     make_micro_batch,
 )
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
-from paceline.training.packing import first_fit
+from paceline.training import first_fit
 from paceline.training.process import on_device
 
 

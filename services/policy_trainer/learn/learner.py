@@ -63,7 +63,9 @@ class Learner:
         """Called with each micro-batch of this rank before it is trained on."""
         self.on_layer: Callable[[], None] = lambda: None
         """Called as each layer of a model is computed, forward and backward."""
-        for one in (model, reference, critic.model if critic else None):
+        every = (model, reference, critic.model if critic else None)
+        models = [one for one in every if one is not None]
+        for one in models:
             for layer in one.layers() if isinstance(one, PolicyModel | ValueModel) else ():
                 layer.register_forward_hook(self._note_layer)
         self.weights = weights.PolicyWeights(config, model)
@@ -73,8 +75,7 @@ class Learner:
         settings = config.optimizer
         self.optimizer = NamedOptimizer(self.weights.trained, settings, moments=settings.moments)
         optimizers = [self.optimizer, *([critic.optimizer] if critic else ())]
-        models = [model, reference, critic.model if critic else None]
-        self.memory = weights.DeviceMemory([one for one in models if one is not None], optimizers)
+        self.memory = weights.DeviceMemory(models, optimizers)
 
     def _note_layer(self, layer: nn.Module, given: Any, made: Any) -> None:
         self.on_layer()

@@ -16,7 +16,6 @@ from unit.drafter_trainer.samples import TARGET, sample, toy_policy
 from whole_tensors import whole_of
 
 from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
-from paceline.services.drafter_trainer.learn.heads import PolicyHead
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner
 from paceline.services.drafter_trainer.learn.membership import (
     Membership,
@@ -24,7 +23,7 @@ from paceline.services.drafter_trainer.learn.membership import (
     hand_out,
     receive,
 )
-from paceline.services.drafter_trainer.rows.sample import pack
+from paceline.services.drafter_trainer.rows.sample import PolicyHead, pack
 from paceline.speculators.eagle import EagleNet
 from paceline.speculators.packed import PackedRow
 from paceline.training.checkpoints import CheckpointWriter
