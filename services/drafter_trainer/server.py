@@ -16,7 +16,6 @@ from paceline.rpc import EPOCHS, EpochGuard, Server, Track, channel, check_run, 
 from paceline.services.drafter_trainer import driver, metrics
 from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
-from paceline.services.drafter_trainer.gate.publish import Promoter
 from paceline.telemetry import inject
 from paceline.v1 import drafter_pb2 as pb
 from paceline.v1 import drafter_pb2_grpc, engine_pb2, progress_pb2, trajectory_pb2
@@ -38,7 +37,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
     ) -> None:
         self._config, self._ranks, self._guard = config, ranks, guard
         self._gateway = channel(config.addresses.gateway, config.security)
-        self._promoter = Promoter(self._gateway)
+        self._promoter = driver.Promoter(self._gateway)
         self._preempted_epoch = 0
 
     async def Activate(

@@ -90,13 +90,6 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
-    """The first news: the ranks hold the model and have replayed the steps after the checkpoint."""
-
-    progress: Progress
-
-
-@dataclass(frozen=True, slots=True)
 class Batched:
     """All groups are closed and read."""
 
@@ -106,7 +99,9 @@ class Batched:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """The weights are updated, and are on the CPU of rank 0."""
+    """The weights are updated, and are on the CPU of rank 0. With command 0, the first news: the
+    ranks hold the model and have replayed the steps after the checkpoint.
+    """
 
     command_id: int
     progress: Progress
@@ -126,5 +121,5 @@ class Pushed:
 
 Command = Train | Save | Keep
 News = Batched | Stepped | Pushed | Saved
-Message = Command | News | Started | Failed | Impaired | Doing
+Message = Command | News | Failed | Impaired | Doing
 MESSAGES = TaggedJson[Message](*get_args(Message))

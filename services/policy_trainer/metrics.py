@@ -20,9 +20,8 @@ GROUPS_DROPPED = Counter(
     "paceline.policy.groups_dropped",
     "{group}",
     ("reason",),
-    "groups requested by a step and not trained; reason: stale (a token older than "
-    "`max_staleness`), no_variance (replaced by dynamic sampling), filtered (by `group_filter`), "
-    "too_few_siblings, unscored, incomplete_session or not_finite",
+    "groups requested by a step and not trained; reason: stale, no_variance (dynamic sampling), "
+    "filtered (group_filter), too_few_siblings, unscored, incomplete_session or not_finite",
 )
 NOT_FINITE = Counter(
     "paceline.policy.not_finite", "1", ("what",), "sessions or updates left out for NaN or infinity"
@@ -52,22 +51,17 @@ FIGURE = Gauge(
     "paceline.policy.figure",
     "1",
     ("figure", "of"),
-    "figures of the last step (docs/algorithms.md): loss, grad_norm, entropy, behavior_gap ...; "
-    "of: their tokens, such as lag=1, arm=off, numbers=int8, or all",
+    "figures of the last step (docs/algorithms.md); of: their tokens, such as lag=1, or all",
 )
 PART_TIME = Histogram(
     "paceline.policy.part_time",
     "s",
     ("part",),
-    "time of a step; part: train (all computing) with its parts proximal_logprobs, "
-    "reference_logprobs, values, forward_backward, optimizer and critic; also batch_wait, "
-    "publish, and checkpoint (until the ranks continue)",
+    "time of a step; part: train with its parts proximal_logprobs, reference_logprobs, values, "
+    "forward_backward, optimizer and critic; batch_wait, publish, checkpoint (until ranks go on)",
 )
 TRAINED = Counter(
-    "paceline.policy.trained",
-    "1",
-    ("what",),
-    "trained trajectories, tokens (prompts included), and groups_without_variance",
+    "paceline.policy.trained", "1", ("what",), "trajectories, tokens and groups_without_variance"
 )
 
 

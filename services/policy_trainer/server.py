@@ -149,7 +149,7 @@ class PolicyServicer(PolicyServiceServicer):
         return progress_pb2.GetProgressResponse(parts=self.ranks.parts(counts))
 
     def _receive(self, news: m.Message) -> None:
-        if isinstance(news, m.Started | m.Stepped):
+        if isinstance(news, m.Stepped):
             self._progress = news.progress
         elif isinstance(news, messages.Saved):
             newest = max(news.version, self._progress.checkpoint_version)  # it may be the best one

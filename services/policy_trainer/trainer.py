@@ -95,7 +95,7 @@ class PolicyTrainer:
     def started(self) -> None:
         """Reports that the rank accepts commands."""
         if self.zero:
-            self.zero.send(messages.Started(self.progress))
+            self.zero.send(messages.Stepped(0, self.progress))
 
     def handle(self, command: messages.Command) -> None:
         """Runs a command. An error that all ranks raise, or a failure of rank 0 between

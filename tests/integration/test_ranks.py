@@ -30,7 +30,7 @@ from paceline.local.user_directory import process_directory
 from paceline.ranks.group import RankGroup, RankLost
 from paceline.ranks.messages import Doing, Save, Saved
 from paceline.ranks.watched import WatchedRanks
-from paceline.services.policy_trainer.messages import MESSAGES, Message, Progress, Started
+from paceline.services.policy_trainer.messages import MESSAGES, Message, Progress, Stepped
 
 BEAT_S = LIMIT_S / 6
 IMPORTS = os.pathsep.join([str(Path(__file__).parent), *sys.path])
@@ -70,7 +70,7 @@ async def test_a_live_rank_with_many_unread_messages_is_not_lost(ranks: RankGrou
     assert answers[0] == answers[1] == [b"%d" % number for number in range(count)]
 
 
-STANDS = MESSAGES.encode(Started(Progress())).decode()
+STANDS = MESSAGES.encode(Stepped(0, Progress())).decode()
 
 
 def watching(group: RankGroup, start_deadline_s: float = 0.0) -> WatchedRanks[Message]:
@@ -86,7 +86,7 @@ def watching(group: RankGroup, start_deadline_s: float = 0.0) -> WatchedRanks[Me
 async def test_a_service_takes_commands_once_it_knows_where_its_ranks_stand(
     tmp_path: Path,
 ) -> None:
-    stand = Started(Progress(policy_version=2))
+    stand = Stepped(0, Progress(policy_version=2))
     said = [Doing("trains micro-batch 1 of 2"), Doing("trains micro-batch 2 of 2"), stand]
     news = b"\n".join(map(MESSAGES.encode, said)).decode()
     order: list[object] = []

@@ -3,10 +3,13 @@ engine, and freezes training that gains nothing.
 """
 
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
@@ -95,17 +98,11 @@ class PublishGate:
             return
         self._hurry.begun(samples[-1].policy_version)
         heads = dict(self._rows.heads)
-        candidates = [] if self.frozen else self._snapshots()
+        candidates = list[round.DrafterState]()
+        if not self.frozen and self._learner.total_steps:
+            announce("snapshot", self._learner.members)
+            candidates = [round.DrafterState(self.next_version, self._learner.snapshot())]
         self._round = self._round_of(samples, heads, candidates)
-
-    def _rivals(self, policy_version: int) -> list[round.DrafterState]:
-        """The serving drafter, and further drafters to beat: the last one rolled back, and one
-        promoted by rows of the same policy version, which will serve next.
-        """
-        if self._promoted is not None and policy_version > self._promoted.policy_version:
-            self._on_its_way = None  # a set has been committed since, with or without it
-        others = (self._taken_back, self._on_its_way)
-        return [self.serving, *(one for one in others if one is not None)]
 
     def _round_of(
         self,
@@ -113,11 +110,19 @@ class PublishGate:
         heads: Mapping[str, PolicyHead],
         candidates: Sequence[round.DrafterState],
     ) -> round.GateRound:
-        rivals = self._rivals(samples[-1].policy_version) if candidates else [self.serving]
-        window = self._config.buffer.window
+        """Candidates are compared with the serving drafter, the last one rolled back, and one that
+        was promoted by rows of the same policy version and will serve next.
+        """
+        if self._promoted and samples[-1].policy_version > self._promoted.policy_version:
+            self._on_its_way = None  # a set has been committed since, with or without it
+        others = (self._taken_back, self._on_its_way) if candidates else ()
+        rivals = [self.serving, *(one for one in others if one is not None)]
+        window, generator = self._config.buffer.window, np.random.default_rng
+        # The judged part of each sample is a stretch, the same for a session each time.
+        parts = [one.window(window, generator(zlib.crc32(one.session.encode()))) for one in samples]
         job = evaluate.GateJob(
             [one.net for one in (*rivals, *candidates)],
-            round.judged_parts(samples, window),
+            parts,
             heads,
             self._settings,
             window,
@@ -204,13 +209,6 @@ class PublishGate:
             sum(sample.targets for sample in samples) >= self._settings.min_positions
             and len({sample.siblings for sample in samples}) >= self._settings.min_groups
         )
-
-    def _snapshots(self) -> list[round.DrafterState]:
-        """The drafter in training as a candidate, once it has learned."""
-        if not self._learner.total_steps:
-            return []
-        announce("snapshot", self._learner.members)
-        return [round.DrafterState(self.next_version, self._learner.snapshot())]
 
     def _looked_back(self, now: round.GateRound) -> round.GateRound | None:
         """The same round with the run's first drafter, if the serving drafter has fallen: the first

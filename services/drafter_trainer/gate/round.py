@@ -3,12 +3,9 @@ promoted drafters on disk.
 """
 
 import shutil
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-
-import numpy as np
 
 from paceline.errors import DataLoss
 from paceline.models.config import ModelConfig
@@ -74,14 +71,6 @@ class GateRound:
         size_groups, known = costs.size_groups({kind})
         chain = comparison.Chain(kind, accepted[0], size_groups[kind])
         return comparison.judge(chain, chain, groups), known
-
-
-def judged_parts(samples: Sequence[FeatureSample], window: int) -> list[FeatureSample]:
-    """The judged part of each sample: a stretch, the same for a session each time."""
-    return [
-        one.window(window, np.random.default_rng(zlib.crc32(one.session.encode())))
-        for one in samples
-    ]
 
 
 log = get_logger("drafter_trainer")

@@ -67,14 +67,11 @@ class FeatureBuffer:
             self._fresh.append(sample)
             self.nbytes += sample.nbytes
         if len(self._fresh) > self._config.judged_samples:
-            self.release([self._least_telling()])
+            # The oldest fresh sample of the largest group of fresh siblings.
+            sizes = Counter(one.siblings for one in self._fresh)
+            most = max(sizes.values())
+            self.release([next(one for one in self._fresh if sizes[one.siblings] == most)])
         self._evict()
-
-    def _least_telling(self) -> FeatureSample:
-        """The oldest fresh sample of the largest group of fresh siblings."""
-        sizes = Counter(sample.siblings for sample in self._fresh)
-        most = max(sizes.values())
-        return next(sample for sample in self._fresh if sizes[sample.siblings] == most)
 
     def release(self, samples: Iterable[FeatureSample]) -> None:
         """Moves samples that have judged to the training samples."""

@@ -32,13 +32,6 @@ class HeldTrajectory:
         """Policy version of the oldest token; None without generated tokens."""
         return min((span.policy_version for span in self.trajectory.version_spans), default=None)
 
-    def lag(self, policy_version: int) -> int:
-        """Policy versions between the oldest token and the given one; 0 without generated
-        tokens.
-        """
-        oldest = self.oldest_version
-        return policy_version - oldest if oldest is not None else 0
-
 
 @dataclass(slots=True)
 class HeldSession:
@@ -175,7 +168,10 @@ class Batch:
         """Number of trajectories by age of their oldest token in policy versions, lowest
         age first.
         """
-        return dict(sorted(Counter(h.lag(self.record.policy_version) for h in self.held).items()))
+        now, versions = self.record.policy_version, (held.oldest_version for held in self.held)
+        return dict(
+            sorted(Counter(now - one if one is not None else 0 for one in versions).items())
+        )
 
 
 def _order(held: HeldTrajectory) -> tuple[int, str, int, str, int, str]:

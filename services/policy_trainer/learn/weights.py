@@ -48,7 +48,7 @@ def add_adapters(model: PolicyModel, settings: AdaptersConfig) -> None:
     """
     if find_spec("peft") is None:
         raise ConfigError(
-            "adapters need peft: pip install 'paceline[lora]'", seen=settings.rank, allowed="rank 0"
+            "adapters.rank needs peft: pip install 'paceline[lora]'", seen=settings.rank, allowed=0
         )
     from peft import inject_adapter_in_model  # takes seconds to import
 

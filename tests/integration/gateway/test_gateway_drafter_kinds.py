@@ -16,7 +16,7 @@ from twin_kind import TwinNet
 
 from paceline.local.patience import patient
 from paceline.models.config import read_config
-from paceline.services.drafter_trainer.gate.publish import push_drafter
+from paceline.services.drafter_trainer.driver import push_drafter
 from paceline.services.drafter_trainer.messages import Judged
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb

@@ -204,7 +204,7 @@ def test_adapters_without_peft_are_refused_by_name(
     monkeypatch.setattr(
         "paceline.services.policy_trainer.learn.weights.find_spec", lambda name: None
     )
-    with pytest.raises(ConfigError, match=r"paceline\[lora\].*adapters.rank=2"):
+    with pytest.raises(ConfigError, match=r"adapters.rank needs peft.*paceline\[lora\].*seen: 2"):
         built(model_dir, tmp_path, mesh)
 
 
