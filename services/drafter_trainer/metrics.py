@@ -1,15 +1,7 @@
 """The drafter trainer's metrics and spans. `make docs` writes the metrics into docs/metrics.md."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from paceline.services.drafter_trainer.messages import Judged
 from paceline.telemetry.metrics import Counter, Gauge, Histogram, Labels
-
-if TYPE_CHECKING:  # the parent of the ranks imports no torch
-    from paceline.services.drafter_trainer.learn.learner import MicroResult
-
 
 DRAFTER = ("drafter",)
 JUDGED = ("drafter", "temperature", "role")
@@ -55,16 +47,6 @@ PREEMPTION_LATENCY = Histogram(
     "time from Preempt to free slots",
     (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0),
 )
-
-
-def record_micro_step(kind: str, result: MicroResult, *, samples: int) -> None:
-    """Records one micro-batch of rank 0; `samples` counts the samples of all ranks."""
-    POSITIONS.record(result.positions, drafter=kind)
-    SAMPLES.record(samples, drafter=kind)
-    STEPS.record(int(result.stepped), drafter=kind)
-    STEPS_SKIPPED.record(int(result.skipped), drafter=kind)
-    for term, value in {"total": result.loss, **result.terms}.items():
-        LOSS.record(value, drafter=kind, term=term)
 
 
 def record_decision(decision: Judged) -> None:

@@ -243,7 +243,7 @@ class DrafterTrainer:
         speed, known = activation.last_s / max(len(rows[0]), 1), self.seconds_per_token
         self.seconds_per_token = 0.8 * known + 0.2 * speed if known else speed
         activation.batches |= batch.traceparents
-        metrics.record_micro_step(kind, result, samples=batch.samples)
+        result.record(kind, samples=batch.samples)
         activation.learned(rows, result)
         if result.stepped:
             self.after_step()

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from paceline.errors import DataLoss
 from paceline.models.config import ModelConfig
+from paceline.services.drafter_trainer import metrics
 from paceline.services.drafter_trainer.config import DrafterOptimizerConfig, DrafterTrainerConfig
 from paceline.services.drafter_trainer.learn import membership
 from paceline.services.drafter_trainer.learn.membership import Members
@@ -168,6 +169,17 @@ class MicroResult:
     stepped: bool  # whether it completed an optimiser step
     terms: dict[str, float]  # means over its positions, see Objective.terms
     skipped: bool = False  # a step was due, but its gradient was not finite
+
+    def record(self, kind: str, *, samples: int) -> None:
+        """Records the metrics of a micro-batch of rank 0; `samples` counts the samples of all
+        ranks.
+        """
+        metrics.POSITIONS.record(self.positions, drafter=kind)
+        metrics.SAMPLES.record(samples, drafter=kind)
+        metrics.STEPS.record(int(self.stepped), drafter=kind)
+        metrics.STEPS_SKIPPED.record(int(self.skipped), drafter=kind)
+        for term, value in {"total": self.loss, **self.terms}.items():
+            metrics.LOSS.record(value, drafter=kind, term=term)
 
 
 class DrafterLearner:

@@ -42,7 +42,7 @@ def test_loss_terms_samples_and_slot_seconds_are_counted(
     metric_reader: InMemoryMetricReader,
 ) -> None:
     for _ in range(2):
-        metrics.record_micro_step("lstm", MicroResult(0.75, 40, True, {"token": 0.5}), samples=3)
+        MicroResult(0.75, 40, True, {"token": 0.5}).record("lstm", samples=3)
     assert points(metric_reader, metrics, "samples") == {("lstm",): 6}
     assert points(metric_reader, metrics, "positions") == {("lstm",): 80}
     assert points(metric_reader, metrics, "loss") == {
