@@ -191,8 +191,8 @@ class World:
 
     def rank_pids(self) -> list[int]:
         """Process ids of the ranks, by rank."""
-        assert self.process is not None
-        ranks = running("paceline.services.policy_trainer.rank", self.process.pid)
+        ranks = running("paceline.services.policy_trainer.rank")
+        assert ranks, "no rank runs"
         return [rank.pid for rank in ranks]
 
     def checkpoints(self) -> list[int]:
