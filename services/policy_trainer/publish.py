@@ -240,8 +240,8 @@ class Publisher:
         gateway's PacelineErrors on all ranks.
         """
         started_s = time.monotonic()
-        heads = [publication.head] if self._config.push_head else []
-        going = [self._sender.plan(one) for one in (*heads, publication.policy)]
+        both = [publication.head] * self._config.push_head + [publication.policy]
+        going: list[Parcel | PushReport] = [self._sender.plan(one) for one in both]
         while parcels := [one for one in going if isinstance(one, Parcel)]:
             own = self._runner.run(self._deliver(parcels, context))
             of_ranks = self._senders.exchange([_to_object(one) for one in own])
@@ -250,8 +250,9 @@ class Publisher:
                 self._settled(parcel, [*map(_from_object, delivered)])
                 for parcel, *delivered in zip(parcels, *of_ranks, strict=True)
             ]
-            going = [one for one in going if not isinstance(one, Parcel)] + settled
-        report = next(one for one in reversed(going) if isinstance(one, PushReport))
+            going = [settled.pop(0) if isinstance(one, Parcel) else one for one in going]
+        report = going[-1]
+        assert isinstance(report, PushReport)
         return replace(report, push_s=time.monotonic() - started_s)
 
     def _settled(self, parcel: Parcel, deliveries: list[Delivery]) -> Parcel | PushReport:

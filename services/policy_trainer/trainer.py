@@ -71,8 +71,9 @@ class PolicyTrainer:
         """
         self._report.begins("loads the newest checkpoint")
         found = checkpoints.find_whole(self.config.checkpoints_dir, _PREFIX, dist.group.WORLD)
-        for fault in found.damaged if self.zero else ():
-            self.zero.send(Impaired(f"{fault}; the checkpoint before it is loaded"))
+        for fault in found.damaged:
+            if self.zero:
+                self.zero.send(Impaired(f"{fault}; the checkpoint before it is loaded"))
         if found.checkpoint is not None:
             try:
                 state = checkpoints.read_checkpoint(
@@ -216,11 +217,9 @@ class PolicyTrainer:
             return False
         self._report.begins(f"computes the start values of step {step}")
         about, parent = {names.RL_STEP: step}, extract(carrier)
-        links, waited = (), {}
-        facts = messages.BatchFacts()  # only rank 0 reports the facts
-        if collected:
-            links, facts = collected.links, collected.facts
-            waited = {"seconds/batch_wait": collected.waited_s}
+        links = collected.links if collected else ()
+        waited = {"seconds/batch_wait": collected.waited_s} if collected else {}
+        facts = collected.facts if collected else messages.BatchFacts()  # rank 0 alone reports them
         recorded = span(names.OPTIMIZER_STEP, about, parent=parent, links=links)
         updates = self.learner.updates
         with recorded if collected else nullcontext():

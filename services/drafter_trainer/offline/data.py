@@ -114,8 +114,8 @@ def _sample(found: Mapping[str, object], text: Callable[[], ModelText], vocab_si
     sample = _example(record, text, sorted(found))
     low, high = int(sample.token_ids.min(initial=0)), int(sample.token_ids.max(initial=0))
     if low < 0 or high >= vocab_size:
-        seen, allowed = (int(sample.token_ids.min()), high), f"0 to {vocab_size - 1}"
-        raise InvalidInput("tokens outside the model's vocabulary", seen=seen, allowed=allowed)
+        span, allowed = (int(sample.token_ids.min()), high), f"0 to {vocab_size - 1}"
+        raise InvalidInput("tokens outside the model's vocabulary", seen=span, allowed=allowed)
     if not sample.mask.any():
         allowed = "a response, or a loss_mask with ones"
         raise InvalidInput(

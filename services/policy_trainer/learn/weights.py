@@ -251,8 +251,8 @@ class DeviceMemory(Offload):
 
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[NamedOptimizer]) -> None:
         self._models = models
-        held = [list(model.parameters()) for model in models]
-        held += [list(optimizer.named().values()) for optimizer in optimizers]
+        held: list[Iterable[Tensor]] = [model.parameters() for model in models]
+        held += [optimizer.named().values() for optimizer in optimizers]
         super().__init__(chain.from_iterable(held))
 
     def leave(self) -> None:
