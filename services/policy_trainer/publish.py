@@ -209,7 +209,7 @@ def adopt_served(
         whole = torch.empty(tensor.shape, dtype=word)
         if served is not None:
             whole = torch.frombuffer(served[name].view, dtype=word).view(tensor.shape)
-        dist.broadcast(whole, 0)
+        dist.broadcast(whole.view(torch.uint8), 0)  # gloo has no 16-bit words
         own = shards.local_of(tensor)
         bits = shards.local_rows(whole, tensor).to(own.device)
         same = own.to(dtype).view(word) == bits
