@@ -31,10 +31,9 @@ from paceline.models.config import ModelConfig
 from paceline.models.products import spare_rows
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
 from paceline.services.drafter_trainer.gate.evaluate import GateJob, Pace
-from paceline.services.drafter_trainer.learn.heads import PolicyHead
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner, initial_net
 from paceline.services.drafter_trainer.learn.membership import on_cpu
-from paceline.services.drafter_trainer.rows.sample import FeatureSample, pack
+from paceline.services.drafter_trainer.rows.sample import FeatureSample, PolicyHead, pack
 from paceline.speculators.packed import PackedRow
 
 CEILING_SHARE, GATE_SHARE = 0.6, 0.2

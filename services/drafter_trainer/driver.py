@@ -1,24 +1,33 @@
-"""Sends commands to the ranks, under one lease at a time, and receives their news. Imports no
-torch.
+"""Sends commands to the ranks, under one lease at a time, receives their news, and pushes promoted
+drafters to the gateway. Imports no torch.
 """
 
 import asyncio
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from paceline import telemetry
-from paceline.errors import DeadlineExceeded, FailedPrecondition, PacelineError
+import grpc
+
+from paceline import errors, telemetry
 from paceline.local.patience import patient
 from paceline.ranks import group, messages, watched
 from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
+from paceline.tensors import ACCEPTANCE, CONFIG, decode_safetensors
+from paceline.trajectory import VersionSet
+from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER
+from paceline.v1.trajectory_pb2 import CommandContext
+from paceline.weights import PushReport, push, push_weights
+from paceline.weights.manifest import unchecked_manifest
+from paceline.weights.shares import check_share, held_whole
+from paceline.whole_files import check_hashes
 
 FACTS_KEPT = 8
 PREEMPT_S = 4.0  # if no caller waits; longer than a pause that kills no process
 KILL_S = 10.0
-_NO_ACTIVATION = "no activation of this lease trains"
 START_S = 90.0  # import torch, read the drafter and the policy's head
 
 log = telemetry.get_logger("paceline.services.drafter_trainer.driver")
@@ -32,8 +41,10 @@ class Lease:
     deadline_s: float  # training must have started by then
     slots: dict[int, float]  # slot -> time.monotonic() of its lease, in rank order
     began: float = field(default_factory=time.monotonic)
-    # its last item is Stopped or an error
-    news: asyncio.Queue[m.Message | PacelineError] = field(default_factory=asyncio.Queue)
+    # also finished pushes; the last item of the ranks is Stopped or an error
+    news: asyncio.Queue[m.Message | errors.PacelineError | asyncio.Task[Any]] = field(
+        default_factory=asyncio.Queue
+    )
     over: asyncio.Event = field(default_factory=asyncio.Event)  # the slots are free
     sent: bool = False  # the ranks have received it
     stopping: asyncio.Task[None] | None = None
@@ -51,7 +62,7 @@ class Lease:
         if not waiting.done():
             waiting.set_result(news)
 
-    def end(self, last: m.Stopped | PacelineError) -> None:
+    def end(self, last: m.Stopped | errors.PacelineError) -> None:
         """Records that the slots are free, with the last news."""
         if not self.over.is_set():
             self.news.put_nowait(last)
@@ -86,10 +97,18 @@ class DrafterDriver:
         self.lease: Lease | None = None
         self.standing = m.Standing()
 
-    @property
-    def epoch(self) -> int:
-        """Epoch of the running activation; 0 when idle."""
-        return self.lease.epoch if self.lease else 0
+    async def on_prepared(self, target: int, version: int, path: Path) -> None:
+        """Sends a pushed head to the ranks at once, since its rows may arrive before its commit."""
+        await self.send_fact(m.NewHead(version, str(path)))
+
+    async def on_commit(
+        self, versions: VersionSet, mode: int, leased: Collection[int], *, judge: bool | None = None
+    ) -> None:
+        """Sends the serving set to the ranks, which compare the next candidate with it."""
+        await self.send_fact(m.Serving(versions.policy, versions.drafter))
+
+    async def on_abort(self, target: int, version: int) -> None:
+        """Does nothing: no rows refer to a head that never serves."""
 
     async def send_fact(self, fact: m.NewHead | m.Serving) -> None:
         """Sends a fact to the ranks, and keeps it for ranks that start later."""
@@ -112,7 +131,7 @@ class DrafterDriver:
         """
         while (old := self.lease) is not None:
             if command.epoch <= old.epoch:
-                raise FailedPrecondition(
+                raise errors.FailedPrecondition(
                     "an activation runs", seen=command.epoch, allowed=f"more than {old.epoch}"
                 )
             await self.stop_lease(old)
@@ -138,8 +157,11 @@ class DrafterDriver:
         activation trains or it ends first, and DeadlineExceeded.
         """
         lease = self.lease
+        over = errors.FailedPrecondition(
+            "no activation of this lease trains", seen=epoch, allowed="the lease of one that trains"
+        )
         if lease is None or lease.epoch != epoch or not lease.sent or lease.stopping is not None:
-            raise FailedPrecondition(_NO_ACTIVATION, seen=epoch, allowed=f"{self.epoch}")
+            raise over
         new = sorted(set(slots) - lease.slots.keys())
         lease.slots |= dict.fromkeys(new, time.monotonic())
         number = len(lease.slots)
@@ -152,9 +174,11 @@ class DrafterDriver:
             async with asyncio.timeout(deadline_s):
                 await asyncio.wait({lease.joins[number]})
         except TimeoutError as error:
-            raise DeadlineExceeded("the ranks do not join", seen=f"{deadline_s} s") from error
+            raise errors.DeadlineExceeded(
+                "the ranks do not join", seen=f"{deadline_s} s"
+            ) from error
         if lease.joins[number].cancelled():
-            raise FailedPrecondition(_NO_ACTIVATION, seen=epoch, allowed=f"{self.epoch}")
+            raise over
         return lease.joins[number].result()
 
     async def stop_lease(self, lease: Lease, deadline_s: float | None = None) -> None:
@@ -193,13 +217,13 @@ class DrafterDriver:
             log.warning(
                 "ranks did not stop in time and are killed", seconds=time.monotonic() - started
             )
-            self.watched.kill()
+            self.watched.group.kill()
             async with asyncio.timeout(patient(KILL_S)):
                 await lease.over.wait()
         except group.RankLost as error:
             self._end(lease, error)
 
-    async def _started(self) -> None:
+    def _started(self) -> None:
         """Sends the lasting facts to restarted ranks."""
         for fact in self.lasting_facts():
             self.watched.send(fact)
@@ -229,11 +253,11 @@ class DrafterDriver:
             case _ if lease is not None:
                 lease.news.put_nowait(message)
 
-    def _lost(self, error: PacelineError) -> None:
+    def _lost(self, error: errors.PacelineError) -> None:
         if self.lease is not None and self.lease.sent:
             self._end(self.lease, error)
 
-    def _end(self, lease: Lease, last: m.Stopped | PacelineError) -> None:
+    def _end(self, lease: Lease, last: m.Stopped | errors.PacelineError) -> None:
         lease.end(last)
         if self.lease is lease:
             self.lease = None
@@ -241,3 +265,100 @@ class DrafterDriver:
 
     def _nothing_done(self, lease: Lease) -> m.Stopped:
         return m.Stopped(lease.epoch, "preempted", total_steps=self.standing.total_steps)
+
+
+WORTH_ANOTHER_TRY = (
+    errors.Unavailable,
+    errors.DeadlineExceeded,
+    errors.StaleEpoch,
+    errors.ResourceExhausted,
+)
+
+
+async def push_drafter(
+    channel: grpc.aio.Channel, decision: m.Judged, context: CommandContext
+) -> PushReport:
+    """Prepare and Push of the candidate at `decision.path`, with its config.json beside its
+    tensors.
+
+    Raises DataLoss, WeightsError when a number is not finite, and the errors of push_weights.
+    """
+    folder = Path(decision.path)
+    await asyncio.to_thread(check_hashes, folder)
+    try:
+        data = await asyncio.to_thread((folder / "model.safetensors").read_bytes)
+        config = await asyncio.to_thread((folder / "config.json").read_text, encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise errors.DataLoss(
+            "the promoted drafter is not where the rank wrote it", seen=str(error)
+        ) from error
+
+    shift = decision.shift
+    measured = {ACCEPTANCE: shift.to_json()} if shift is not None else {}
+    tensors = list(decode_safetensors(data).values())
+    manifest = unchecked_manifest(
+        WEIGHT_TARGET_DRAFTER,
+        decision.drafter_version,
+        [tensor.layout for tensor in tensors],
+        lm_head_hash=decision.lm_head_hash,
+        metadata={"speculator": decision.kind, CONFIG: config, **measured},
+    )
+    deadline_s = patient(push.push_deadline_s(manifest.total_bytes))
+    whole = check_share(manifest, held_whole(tensors))
+    return await push_weights(channel, whole, context, deadline_s=deadline_s)
+
+
+class Promoter:
+    """At most one promoted drafter at a time; a newer one replaces an older one.
+
+    A push may outlive its activation, since training never waits for the gateway. The next
+    activation reports results that the coordinator has not received, and repeats a failed push.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._channel = channel
+        self._waiting: m.Judged | None = None
+        # in progress, or done and not yet collected
+        self.push: asyncio.Task[m.Judged] | None = None
+
+    def start(self, decision: m.Judged, context: CommandContext, news: asyncio.Queue[Any]) -> None:
+        """Pushes a promoted drafter; the finished task is put into `news`."""
+        self.cancel()
+        self.push = asyncio.create_task(self._attempt(decision, context))
+        self.push.add_done_callback(news.put_nowait)
+
+    def start_again(self, context: CommandContext, news: asyncio.Queue[Any]) -> None:
+        """Puts the push of an earlier activation into `news`, once it is done. If that push has not
+        brought its drafter to the gateway, the drafter is pushed again.
+        """
+        if self.push is not None:
+            self.push.add_done_callback(news.put_nowait)
+        elif self._waiting is not None:
+            self.start(self._waiting, context, news)
+
+    def collect_outcome(self) -> m.Judged | None:
+        """The decision after the gateway's answer: promoted or refused. None without an answer."""
+        if self.push is None or not self.push.done():
+            return None
+        outcome, self.push = self.push.result(), None
+        return outcome
+
+    def cancel(self) -> None:
+        """Drops the drafter in progress."""
+        if self.push is not None:
+            self.push.cancel()
+        self.push = self._waiting = None
+
+    async def _attempt(self, decision: m.Judged, context: CommandContext) -> m.Judged:
+        version = decision.drafter_version
+        try:
+            report = await push_drafter(self._channel, decision, context)
+        except errors.PacelineError as error:
+            if isinstance(error, WORTH_ANOTHER_TRY):
+                self._waiting = decision
+            log.warning("drafter not prepared", drafter_version=version, error=str(error))
+            return replace(decision, decision="refused")
+        log.info(
+            "drafter prepared", drafter_version=version, bytes=report.bytes, seconds=report.push_s
+        )
+        return decision

@@ -61,11 +61,8 @@ def export_drafter(
     elif form in mappers:
         exported = mappers[form](net, config, net.own_tensors(tensors))
     else:
-        raise InvalidInput(
-            f"no engine of this name loads {name}",
-            seen=form.value,
-            allowed=[one.value for one in (*mappers, Format.NATIVE)],
-        )
+        allowed = [one.value for one in (*mappers, Format.NATIVE)]
+        raise InvalidInput(f"no engine of this name loads {name}", seen=form.value, allowed=allowed)
 
     return _cast(exported, dtype)
 
@@ -90,9 +87,7 @@ def _eagle_sglang(net: eagle.EagleNet, config: dict[str, Any], own: dict[str, Te
 def _eagle_vllm(net: eagle.EagleNet, config: dict[str, Any], own: dict[str, Tensor]) -> Exported:
     if bool(own.pop("fc.bias", torch.zeros(1)).any()):
         raise InvalidInput(
-            "vLLM's EAGLE has no bias behind fc",
-            seen="fc.bias",
-            allowed="a drafter trained with fc_bias=false",
+            "vLLM's EAGLE has no bias after fc", seen="fc.bias", allowed="fc_bias=false in training"
         )
     return {**config, "fc_bias": False, "architectures": ["EagleLlamaForCausalLM"]}, own
 
@@ -122,9 +117,9 @@ def _lstm_arctic(net: RecurrentNet, config: dict[str, Any], own: dict[str, Tenso
     config = {**config, **net.config_json()}
     if not config["tie_lstm_embs"]:
         raise InvalidInput(
-            "Arctic's LSTM has one embedding for all gates",
+            "Arctic's LSTM has one embedding",
             seen="tie_lstm_embs=false",
-            allowed="a drafter trained with tie_lstm_embs=true",
+            allowed="true in training",
         )
     copies = {name: own[source] for name, source in net.aliases().items()}
     return config, own | copies
@@ -149,14 +144,11 @@ HELP = """Write a trained drafter as another engine's checkpoint.
 
 sglang: EAGLE of Llama and Qwen2 (--speculative-algorithm EAGLE), EAGLE-3 (EAGLE3), DFlash (DFLASH).
 
-vllm: EAGLE of Llama (method eagle; no bias behind fc), EAGLE-3 (eagle3), MLP speculator
-(mlp_speculator).
+vllm: EAGLE of Llama without a bias (method eagle), EAGLE-3 (eagle3), MLP (mlp_speculator).
 
-arctic: LSTM speculator, for Snowflake's ArcticInference plugin of vLLM (method
-arctic).
+arctic: LSTM, for Snowflake's ArcticInference plugin of vLLM (method arctic).
 
-native: every kind, for `paceline serve gateway --drafter DIR` and `paceline drafter train --from
-DIR`.
+native: every kind, for `serve gateway --drafter DIR` and `drafter train --from DIR`.
 """
 
 

@@ -69,7 +69,6 @@ class Serving:
 class Attached:
     """Training has started."""
 
-    epoch: int
     world_size: int
 
 
@@ -91,7 +90,6 @@ class Judged:
     available.
     """
 
-    epoch: int
     decision: str  # "promoted" | "kept" | "frozen" | "reopened" | "rolled_back"
     kind: str  # of the candidate
     drafter_version: int  # of the candidate, else of the serving drafter
@@ -109,7 +107,6 @@ class Judged:
     lm_head_hash: str = ""
     path: str = ""  # directory of a promoted candidate
     survival: tuple[float, ...] = ()  # P(drafts 1 .. i all accepted)
-    conditional: tuple[float, ...] = ()  # P(draft i accepted | earlier drafts accepted)
     serving_survival: tuple[float, ...] = ()
     over: int = 0  # version that served before
 
@@ -141,32 +138,11 @@ class Stopped:
 class Standing:
     """Progress of rank 0, sent when it is ready and after every change."""
 
-    drafter_version: int = 0  # newest candidate
     total_steps: int = 0
-    total_tokens: int = 0
     buffer_samples: int = 0
-    buffer_bytes: int = 0
-    lm_head_hashes: list[str] = field(default_factory=list)  # newest last
-    serving_version: int = 0
-    frozen: bool = False
-    checkpoint_steps: int = 0  # of the newest checkpoint that was started
-    checkpoint_stall_s: float = 0.0  # pause of training for it
 
 
-Message = (
-    Activate
-    | Join
-    | Preempt
-    | NewHead
-    | Serving
-    | Save
-    | Attached
-    | SlotsJoined
-    | Judged
-    | Stopped
-    | Standing
-    | Saved
-    | Impaired
-    | Doing
-)
+Command = Activate | Join | Preempt | NewHead | Serving | Save
+News = Attached | SlotsJoined | Judged | Stopped | Standing | Saved | Impaired | Doing
+Message = Command | News
 MESSAGES = TaggedJson[Message](*get_args(Message))

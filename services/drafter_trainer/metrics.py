@@ -1,87 +1,43 @@
 """The drafter trainer's metrics and spans. `make docs` writes the metrics into docs/metrics.md."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from paceline.services.drafter_trainer.messages import Judged
 from paceline.telemetry.metrics import Counter, Gauge, Histogram, Labels
 
-if TYPE_CHECKING:  # the parent of the ranks imports no torch
-    from paceline.services.drafter_trainer.learn.learner import MicroResult
-
-
-LATENCY_BOUNDARIES_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 DRAFTER = ("drafter",)
 JUDGED = ("drafter", "temperature", "role")
 
 POSITIONS = Counter("paceline.drafter.positions", "{position}", DRAFTER, "positions of rank 0")
-SAMPLES = Counter(
-    "paceline.drafter.samples", "{sample}", DRAFTER, "samples of all ranks; its rate is samples/s"
-)
+SAMPLES = Counter("paceline.drafter.samples", "{sample}", DRAFTER, "samples of all ranks")
 CHECKPOINTS_DAMAGED = Counter(
-    "paceline.drafter.checkpoints_damaged",
-    "{checkpoint}",
-    (),
-    "damaged checkpoints at a start; the trainer loads the checkpoint before",
+    "paceline.drafter.checkpoints_damaged", "{checkpoint}", (), "damaged checkpoints at a start"
 )
 SAMPLES_DROPPED = Counter(
     "paceline.drafter.samples_dropped",
     "{sample}",
     ("reason",),
-    "captured rows dropped before training; reason: evicted (full buffer), unusable (unreadable), "
-    "or the reason for dropping a head's rows, e.g. stale_head",
+    "captured rows not trained on: evicted (full buffer), unusable or stale_head (no policy head)",
 )
 STEPS = Counter("paceline.drafter.steps", "{step}", DRAFTER, "optimiser steps")
 STEPS_SKIPPED = Counter(
-    "paceline.drafter.steps_skipped",
-    "{step}",
-    DRAFTER,
-    "optimiser steps skipped for a gradient that is NaN or infinite",
+    "paceline.drafter.steps_skipped", "{step}", DRAFTER, "steps with a gradient that is not finite"
 )
 LOSS = Gauge(
-    "paceline.drafter.loss",
-    "1",
-    ("drafter", "term"),
-    "mean loss over the last micro-batch's positions: total, and the network's named terms",
+    "paceline.drafter.loss", "1", ("drafter", "term"), "mean loss of the last micro-batch, by term"
 )
 ACCEPT_LENGTH = Gauge(
-    "paceline.drafter.accept_length",
-    "{token}",
-    JUDGED,
-    "E[len] on fresh rows, 1 + sum of survivals; role: candidate or serving",
+    "paceline.drafter.accept_length", "{token}", JUDGED, "E[len] on fresh rows, 1 + all survivals"
 )
 SURVIVAL = Gauge(
-    "paceline.drafter.survival",
-    "1",
-    (*JUDGED, "position"),
-    "share of positions with accepted drafts 1 to i",
-)
-CONDITIONAL_ACCEPTANCE = Gauge(
-    "paceline.drafter.conditional_acceptance",
-    "1",
-    (*JUDGED, "position"),
-    "acceptance of draft i after accepted drafts 1 to i - 1",
+    "paceline.drafter.survival", "1", (*JUDGED, "position"), "P(drafts 1 to i all accepted)"
 )
 PROJECTED_SPEEDUP = Gauge(
-    "paceline.drafter.projected_speedup",
-    "1",
-    JUDGED,
-    "projected speed over plain decoding: the maximum over k of E[len] with k drafts, divided by "
-    "the cost of such a round",
+    "paceline.drafter.projected_speedup", "1", JUDGED, "projected speed over plain decoding"
 )
 JUDGED_POLICY_VERSION = Gauge(
-    "paceline.drafter.judged_policy_version",
-    "1",
-    DRAFTER,
-    "policy version of the fresh rows behind the gauges above; a gauge, because a label would "
-    "create new series at every RL step",
+    "paceline.drafter.judged_policy_version", "1", DRAFTER, "policy version of the fresh rows"
 )
 DECISIONS = Counter(
-    "paceline.drafter.decisions",
-    "{decision}",
-    ("drafter", "decision"),
-    "the gate's decisions: promoted, kept, frozen, reopened or rolled_back",
+    "paceline.drafter.decisions", "{decision}", ("drafter", "decision"), "decisions of the gate"
 )
 SLOT_TIME = Counter("paceline.drafter.slot_time", "s", (), "slot-seconds under leases")
 PREEMPTION_LATENCY = Histogram(
@@ -89,18 +45,8 @@ PREEMPTION_LATENCY = Histogram(
     "s",
     (),
     "time from Preempt to free slots",
-    LATENCY_BOUNDARIES_S,
+    (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0),
 )
-
-
-def record_micro_step(kind: str, result: MicroResult, *, samples: int) -> None:
-    """Records one micro-batch of rank 0; `samples` counts the samples of all ranks."""
-    POSITIONS.record(result.positions, drafter=kind)
-    SAMPLES.record(samples, drafter=kind)
-    STEPS.record(int(result.stepped), drafter=kind)
-    STEPS_SKIPPED.record(int(result.skipped), drafter=kind)
-    for term, value in {"total": result.loss, **result.terms}.items():
-        LOSS.record(value, drafter=kind, term=term)
 
 
 def record_decision(decision: Judged) -> None:
@@ -120,10 +66,5 @@ def record_decision(decision: Judged) -> None:
         labels: Labels = {"drafter": drafter, "temperature": decision.temperature, "role": role}
         ACCEPT_LENGTH.record(length, **labels)
         PROJECTED_SPEEDUP.record(speedup, **labels)
-        before = 1.0
         for position, value in enumerate(survival, 1):
             SURVIVAL.record(value, **labels, position=position)
-            CONDITIONAL_ACCEPTANCE.record(
-                value / before if before else 0.0, **labels, position=position
-            )
-            before = value

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,12 @@ from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer import metrics, trainer
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
 from paceline.services.drafter_trainer.gate.round import Candidates
-from paceline.services.drafter_trainer.learn import heads, learner, membership
-from paceline.services.drafter_trainer.rows import feed, store
+from paceline.services.drafter_trainer.learn import learner, membership
+from paceline.services.drafter_trainer.rows import sample, store
 from paceline.speculators.packed import PackedRow
 from paceline.streams import RedisStream, connect, run_key
 from paceline.training import checkpoints
-from paceline.training.process import COLLECTIVE_S, join_ranks
+from paceline.training.process import COLLECTIVE_S, from_rank_zero, join_ranks
 
 IDLE_S = 1.0
 SPECULATOR = "speculator"
@@ -33,59 +34,57 @@ JOIN_DEADLINE_S = 20.0
 log = telemetry.get_logger("paceline.services.drafter_trainer.rank")
 
 
-class Rank:
+class Rank(trainer.DrafterTrainer):
     """One process of the group: rank 0 runs the loop, and the other members follow it
     row by row.
     """
 
     def __init__(self, config: DrafterTrainerConfig, ranks: group.RankLink) -> None:
-        self._config = config
-        self._target = read_config(Path(config.model))
-        self.rank = ranks.rank
-        self.link = trainer.TrainerLink(ranks)
-        self.rows = store.RowStore(config.buffer, config.run.seed, config.micro_batch_bytes)
-        self.rows.add_head(heads.load_policy_head(Path(config.model), 0))
+        self.rank, self._target = ranks.rank, read_config(Path(config.model))
+        rows = store.RowStore(config.buffer, config.run.seed, config.micro_batch_bytes)
+        rows.add_head(sample.load_policy_head(Path(config.model), 0))
         net = learner.initial_net(config, self._target)
         directory = Path(config.run.dir) / "checkpoints"
         candidates = Candidates(directory / "drafter-candidates", self._target, [net.kind])
         if self.rank == 0 and not candidates.versions:
             candidates.save(0, net)
-        self._whole = net.twin()
         self.membership = membership.Membership(config.device)
-        self.learner = learner.DrafterLearner(
+        own = learner.DrafterLearner(
             net,
             config.optimizer,
             micro_batches=config.micro_batches_per_step,
             members=self.membership.members,
         )
-        self.trainer = trainer.DrafterTrainer(
-            config, self.learner, self.rows, self.link, candidates
-        )
-        self.trainer.after_step = self.save_if_due
-        self.trainer.add_slots = self.add_slots
+        super().__init__(config, own, rows, trainer.TrainerLink(ranks), candidates)
         self._writer = checkpoints.CheckpointWriter(directory / "drafter", self._export)
         self._saved_steps, self._saved_at = 0, time.monotonic()
-        self._damaged: tuple[str, ...] = ()  # checkpoints that could not be loaded
         if config.resume:
             self._resume(directory / "drafter")
         self.link.on_command = self.obey
-        self._feed = feed.RowFeed(self._open_stream, self._target, self.rows.add)
-        self.trainer.lost = lambda: self._feed.dropped
+        redis, name = config.redis.features, run_key(config.run.id, "features")
+        self._feed = store.RowFeed(
+            lambda: RedisStream(connect(redis), name), self._target, self.rows.add
+        )
         if self.rank == 0:
             self._feed.start()
 
-    def _open_stream(self) -> RedisStream:
-        client = connect(self._config.redis.features)
-        return RedisStream(client, run_key(self._config.run.id, "features"))
+    @property
+    def lost(self) -> Counter[str]:
+        """Entries without rows, by reason."""
+        return self._feed.dropped
 
     def _resume(self, directory: Path) -> None:
         """Loads the newest intact checkpoint; an older checkpoint has only learned less."""
         group_of_all = self.membership.members.group
         found = checkpoints.find_whole(directory, checkpoints.PREFIX, group_of_all)
-        self._damaged = found.damaged
+        for fault in found.damaged:
+            log.error("checkpoint is damaged", fault=fault)
+            if self.rank == 0:
+                metrics.CHECKPOINTS_DAMAGED.record()
+                self.link.send(messages.Impaired(f"{fault}; the checkpoint before it is loaded"))
         if found.checkpoint is not None:
-            like = self.trainer.state()
-            self.trainer.load_state(checkpoints.read_checkpoint(found.checkpoint, like))
+            like = self.state()
+            self.load_state(checkpoints.read_checkpoint(found.checkpoint, like))
             self._saved_steps = self.learner.total_steps
 
     def run(self) -> None:
@@ -93,11 +92,6 @@ class Rank:
         due.
         """
         self.report()
-        for fault in self._damaged:
-            log.error("checkpoint is damaged", fault=fault)
-            if self.rank == 0:
-                metrics.CHECKPOINTS_DAMAGED.record()
-                self.link.send(messages.Impaired(f"{fault}; the checkpoint before it is loaded"))
         while not self.link.stopping:
             self._feed.check()
             match self.link.wait_turn(IDLE_S):
@@ -129,7 +123,7 @@ class Rank:
         self._gather(command.slots)
         stopped = None
         if self.rank == 0:
-            stopped = self.trainer.run_activation(command)
+            stopped = self.run_activation(command)
         elif self.learner.members.takes_part:
             self._follow()
 
@@ -159,7 +153,7 @@ class Rank:
 
         Collective over all ranks, once for every Join command, even a late Join.
         """
-        if not self.membership.agreed(running=running):
+        if not from_rank_zero(running):
             return False
         self._gather(command.slots)
         return True
@@ -196,7 +190,7 @@ class Rank:
                 case PackedRow() as row:
                     self.learner.micro_step(row, self._head(row.lm_head_hash))
 
-    def _head(self, wanted: str) -> heads.PolicyHead:
+    def _head(self, wanted: str) -> sample.PolicyHead:
         """The head that rank 0 trains with. The parent sends it to all ranks, but this rank may not
         have read it yet.
         """
@@ -214,7 +208,7 @@ class Rank:
                 self.report()
             case m.Serving(_, drafter_version):
                 if self.rank == 0:
-                    self.trainer.gate.on_serving(drafter_version)
+                    self.gate.on_serving(drafter_version)
             case _:
                 raise TypeError(f"a rank does not take {type(message).__name__}")
 
@@ -223,7 +217,7 @@ class Rank:
         its rows then count as stale.
         """
         try:
-            head = heads.read_spooled_head(path, policy_version, self._target)
+            head = sample.read_spooled_head(path, policy_version, self._target)
         except (OSError, PacelineError) as error:
             log.error("policy head cannot be used", policy_version=policy_version, error=str(error))
             return
@@ -235,9 +229,9 @@ class Rank:
     def report(self) -> None:
         """Sends rank 0's progress to the parent."""
         if self.rank == 0:
-            self.link.send(self.trainer.standing())
+            self.link.send(self.standing())
 
-    def save_if_due(self) -> None:
+    def after_step(self) -> None:
         """On rank 0, between two steps: starts a checkpoint every `checkpoint_interval_s` seconds,
         unless the last checkpoint is still being written.
         """
@@ -252,7 +246,7 @@ class Rank:
         Training pauses while the tensors are copied and continues during the write. Returns the
         checkpoint's number; 0 without new steps.
         """
-        members, began, steps = self.learner.members, time.monotonic(), self.learner.total_steps
+        members, steps = self.learner.members, self.learner.total_steps
         if not members.takes_part:
             return 0
         self._writer.wait()
@@ -260,18 +254,14 @@ class Rank:
             self._writer.next_number if always or steps > self._saved_steps else 0
         )
         if number:
-            self._writer.write(self.trainer.state(), number, members.writing)
+            self._writer.write(self.state(), number, members.writing)
             self._saved_steps, self._saved_at = steps, time.monotonic()
-            self.trainer.checkpoint = (steps, self._saved_at - began)
             self.report()
 
         return number
 
-    def _export(self, state: dict[str, Any], directory: Path) -> None:
-        """Writes the drafter beside its shards, in the form that engines load."""
-        net = self._whole.twin()
-        net.load_tensors(checkpoints.read_whole(directory, "learner/model", state))
-        net.save(directory / SPECULATOR)
+    def _export(self, state: dict[str, Any], checkpoint: Path) -> None:
+        self.learner.export(state, checkpoint, checkpoint / SPECULATOR)
 
 
 def main() -> None:

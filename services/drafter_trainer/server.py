@@ -4,8 +4,7 @@ Imports no torch.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
-from dataclasses import asdict, replace
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,7 @@ from paceline.rpc import EPOCHS, EpochGuard, Server, Track, channel, check_run, 
 from paceline.services.drafter_trainer import driver, metrics
 from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
-from paceline.services.drafter_trainer.gate.publish import Promoter, PushOutcome
 from paceline.telemetry import inject
-from paceline.trajectory import VersionSet
 from paceline.v1 import drafter_pb2 as pb
 from paceline.v1 import drafter_pb2_grpc, engine_pb2, progress_pb2, trajectory_pb2
 from paceline.v1.weights_pb2_grpc import add_WeightServiceServicer_to_server
@@ -33,26 +30,6 @@ SAVE_DEADLINE_S = 30.0
 JOIN_S = 30.0
 
 
-class HeadHooks:
-    """Passes new policy heads and serving sets to the ranks."""
-
-    def __init__(self, ranks: driver.DrafterDriver) -> None:
-        self._ranks = ranks
-
-    async def on_prepared(self, target: int, version: int, path: Path) -> None:
-        """Sends the head to the ranks at once, since its rows may arrive before its commit."""
-        await self._ranks.send_fact(m.NewHead(version, str(path)))
-
-    async def on_commit(
-        self, versions: VersionSet, mode: int, leased: Collection[int], *, judge: bool | None = None
-    ) -> None:
-        """Sends the serving set to the ranks, which compare the next candidate with it."""
-        await self._ranks.send_fact(m.Serving(versions.policy, versions.drafter))
-
-    async def on_abort(self, target: int, version: int) -> None:
-        """Does nothing: no rows refer to a head that never serves."""
-
-
 class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
     """DrafterService: one activation at a time, fenced by lease epochs."""
 
@@ -61,7 +38,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
     ) -> None:
         self._config, self._ranks, self._guard = config, ranks, guard
         self._gateway = channel(config.addresses.gateway, config.security)
-        self._promoter = Promoter(self._gateway)
+        self._promoter = driver.Promoter(self._gateway)
         self._preempted_epoch = 0
 
     async def Activate(
@@ -104,59 +81,42 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
     async def _news(
         self, lease: driver.Lease, context: trajectory_pb2.CommandContext
     ) -> AsyncGenerator[pb.ActivateResponse]:
-        """Yields the ranks' news and the results of pushes as they arrive, up to Detached."""
-        self._promoter.start_again(context)
-        attached = False
-        while True:
-            message = await self._next(lease, attached=attached)
-            match message:
-                case m.Attached(_, world_size):
-                    attached, attach_s = True, time.monotonic() - lease.began
-                    yield pb.ActivateResponse(
-                        activated=pb.Activated(attach_s=attach_s, world_size=world_size)
-                    )
-                case m.Judged(decision="promoted"):
-                    self._promoter.start(message, context)
-                case m.Judged():
-                    yield _gate(message)
-                case PushOutcome():
-                    yield _pushed(message)
-                case m.Stopped():
-                    if self._promoter.push is not None:
-                        await asyncio.wait({self._promoter.push}, timeout=PUSH_GRACE_S)
-                        if self._promoter.push.done():
-                            yield _pushed(self._promoter.collect_outcome())
-                    yield _detached(message)
-                    return
-
-    async def _next(self, lease: driver.Lease, *, attached: bool) -> m.Message | PushOutcome:
-        """The next news, or the result of a finished push if there is no news.
+        """Yields the ranks' news and the results of pushes as they arrive, up to Detached.
 
         Raises the error that ended the activation, and DeadlineExceeded when training has not
         started in time.
         """
-        left_s = None if attached else max(0.0, lease.began + lease.deadline_s - time.monotonic())
-        news = asyncio.ensure_future(lease.news.get())
-        push = self._promoter.push
-        try:
-            await asyncio.wait(
-                {news, push} if push else {news},
-                timeout=left_s,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            if push is not None and push.done() and not news.done():
-                return self._promoter.collect_outcome()
-            if not news.done():
-                raise DeadlineExceeded(
-                    "training has not begun in time", seen=f"{lease.deadline_s} s"
-                )
-        finally:
-            news.cancel()
-
-        message = news.result()
-        if isinstance(message, PacelineError):
-            raise message
-        return message
+        self._promoter.start_again(context, lease.news)
+        left_s: float | None = max(0.0, lease.began + lease.deadline_s - time.monotonic())
+        while True:
+            try:
+                async with asyncio.timeout(left_s):
+                    message = await lease.news.get()
+            except TimeoutError as error:
+                seen = f"{lease.deadline_s} s"
+                raise DeadlineExceeded("training has not begun in time", seen=seen) from error
+            match message:
+                case PacelineError():
+                    raise message
+                case m.Attached(world_size):
+                    left_s, attach_s = None, time.monotonic() - lease.began
+                    yield pb.ActivateResponse(
+                        activated=pb.Activated(attach_s=attach_s, world_size=world_size)
+                    )
+                case m.Judged(decision="promoted"):
+                    self._promoter.start(message, context, lease.news)
+                case m.Judged():
+                    yield _gate(message)
+                case asyncio.Task():
+                    if (outcome := self._promoter.collect_outcome()) is not None:
+                        yield _gate(outcome)
+                case m.Stopped():
+                    if self._promoter.push is not None:
+                        await asyncio.wait({self._promoter.push}, timeout=PUSH_GRACE_S)
+                    if (outcome := self._promoter.collect_outcome()) is not None:
+                        yield _gate(outcome)
+                    yield _detached(message)
+                    return
 
     async def Join(self, request: pb.JoinRequest, context: Any) -> pb.JoinResponse:
         """Adds slots to the activation of the lease; answers when it trains on them. Raises
@@ -185,15 +145,6 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         metrics.PREEMPTION_LATENCY.record(stopped_after_s)
         return pb.PreemptResponse(stopped_after_s=stopped_after_s, was_active=True)
 
-    async def GetDrafterStatus(
-        self, request: pb.GetDrafterStatusRequest, context: Any
-    ) -> pb.GetDrafterStatusResponse:
-        """Returns the trainer's progress and its processes."""
-        standing = self._ranks.standing
-        return pb.GetDrafterStatusResponse(
-            **asdict(standing), active_epoch=self._ranks.epoch, rank_pids=self._ranks.watched.pids
-        )
-
     async def SaveDrafterCheckpoint(
         self, request: pb.SaveDrafterCheckpointRequest, context: Any
     ) -> pb.SaveDrafterCheckpointResponse:
@@ -217,12 +168,6 @@ def _checked(slots: Sequence[int]) -> list[int]:
     return sorted(slots)
 
 
-def _pushed(outcome: PushOutcome) -> pb.ActivateResponse:
-    """The response for a promotion, after the gateway's answer."""
-    decision = outcome.decision
-    return _gate(decision if outcome.prepared else replace(decision, decision="refused"))
-
-
 def _gate(message: m.Judged) -> pb.ActivateResponse:
     figures = shared_fields(message, pb.GateDecision)
     decision = pb.GateDecision(
@@ -243,14 +188,13 @@ async def serve(config: DrafterTrainerConfig, stop: asyncio.Event) -> None:
     check_model(Path(config.model))
     ranks, spool_dir = driver.DrafterDriver(config), Path(config.run.dir) / "spool-drafter-trainer"
     spool, guard = Spool(spool_dir, keep=4), EpochGuard(config.security, spool_dir / EPOCHS)
-    await _send_spooled(spool, ranks)
+    # After a restart, the ranks need the spooled heads and the last serving set.
+    for target, version in sorted(spool.spooled()):
+        await ranks.send_fact(m.NewHead(version, str(spool.path(target, version))))
+    if (serving := spool.sets.serving) is not None:
+        await ranks.send_fact(m.Serving(serving.policy, serving.drafter))
     servicer = DrafterServicer(config, ranks, guard)
-    weights = WeightServicer(
-        spool,
-        guard,
-        HeadHooks(ranks),
-        targets=(engine_pb2.WEIGHT_TARGET_POLICY_HEAD,),
-    )
+    weights = WeightServicer(spool, guard, ranks, targets=(engine_pb2.WEIGHT_TARGET_POLICY_HEAD,))
     server = Server(config.addresses.drafter_trainer, config.security)
     server.add(drafter_pb2_grpc.add_DrafterServiceServicer_to_server, servicer, SERVICE_NAME)
     server.add(add_WeightServiceServicer_to_server, weights, WEIGHT_SERVICE)
@@ -268,11 +212,3 @@ async def _progress(ranks: driver.DrafterDriver) -> progress_pb2.GetProgressResp
     at = ranks.standing
     counts = {"optimiser_steps": at.total_steps, "samples_waiting": at.buffer_samples}
     return progress_pb2.GetProgressResponse(parts=ranks.watched.parts(counts))
-
-
-async def _send_spooled(spool: Spool, ranks: driver.DrafterDriver) -> None:
-    """After a restart, sends the spooled heads and the last serving set to the ranks."""
-    for target, version in sorted(spool.spooled()):
-        await ranks.send_fact(m.NewHead(version, str(spool.path(target, version))))
-    if spool.sets.serving is not None:
-        await ranks.send_fact(m.Serving(spool.sets.serving.policy, spool.sets.serving.drafter))

@@ -110,8 +110,6 @@ def activation_span(command: m.Activate) -> Iterator[None]:
 MIN_MICRO_BATCH_TOKENS = 32
 DATA_WAIT_S = 0.05
 """Seconds of a wait for rows between two checks for commands."""
-TOLD_EVERY_S = 0.25
-"""Seconds between two progress reports of an activation."""
 
 
 @dataclass(slots=True)
@@ -119,11 +117,8 @@ class Activation:
     """Counters of one lease."""
 
     epoch: int
-    max_steps: int
     slots: Sequence[int]  # it trains on
-    began: float  # time.monotonic()
-    data_until: float  # end of the wait for rows
-    tell_at: float  # time of the next progress report
+    began: float = field(default_factory=time.monotonic)
     first_step_s: float = 0.0  # until the first micro-batch began
     steps: int = 0
     micro_batches: int = 0
@@ -161,36 +156,39 @@ class DrafterTrainer:
         link: TrainerLink,
         candidates: round.Candidates,
     ) -> None:
-        self._config, self._learner, self.rows, self._link = config, learner, rows, link
+        self._config, self.learner, self.rows, self.link = config, learner, rows, link
+        self._progress = messages.ProgressReport(self._report)
         self.seconds_per_token = 0.0  # of a micro-batch, smoothed; 0 before the first
-        rows.shape = lambda: (self._learner.members.size, self._micro_batch_tokens())
+        rows.shape = lambda: (self.learner.members.size, self._micro_batch_tokens())
         self.gate = gate.PublishGate(config, learner, rows, candidates)
-        self.after_step: Callable[[], None] = lambda: None  # a checkpoint may be due
-        # between two micro-batches: the new slots if slots were added to the lease, else None
-        self.add_slots: Callable[[int], Sequence[int] | None] = lambda epoch: None
-        self.checkpoint = (0, 0.0)  # steps of the newest checkpoint, and seconds of its pause
-        self.lost: Callable[[], Counter[str]] = Counter  # entries without rows, by reason
+
+    @property
+    def lost(self) -> Counter[str]:
+        """Entries of the stream without rows, by reason."""
+        return Counter()
+
+    def after_step(self) -> None:
+        """Called after each optimiser step."""
+
+    def add_slots(self, epoch: int) -> Sequence[int] | None:
+        """Called between two micro-batches; returns the new slots if slots were added to the lease
+        of that epoch.
+        """
+        return None
 
     def run_activation(self, command: m.Activate) -> m.Stopped:
         """Trains until preempted, out of rows or done. A stop between two micro-batches loses no
         work.
         """
-        began = time.monotonic()
-        activation = Activation(
-            command.epoch,
-            command.max_steps,
-            command.slots,
-            began,
-            began + self._config.data_wait_s,
-            began + TOLD_EVERY_S,
-        )
+        activation = Activation(command.epoch, command.slots)
         self.rows.begin()
         untold = self.gate.begin(command)
-        self._link.send(m.Attached(command.epoch, self._learner.members.size))
+        self.link.send(m.Attached(self.learner.members.size))
         self._send(untold)
-        while (reason := self._stop_reason(activation)) is None:
+        while (reason := self._stop_reason(activation, command.max_steps)) is None:
             activation.slots = self.add_slots(activation.epoch) or activation.slots
-            self._report(activation)
+            doing = "judges" if self.gate.judging else "trains"
+            self._progress.goes_on(f"{doing}, {activation.micro_batches} micro-batches done")
             # Ready rows are trained on first, since a round of the gate may outlast the lease.
             begins = not activation.first_step_s and not self.gate.frozen
             if begins and (batch := self.rows.next()):
@@ -204,24 +202,25 @@ class DrafterTrainer:
             else:
                 self.rows.wait(DATA_WAIT_S)
 
-        announce("stop", self._learner.members)
+        announce("stop", self.learner.members)
         link_current(activation.batches)
-        self._link.send(self.standing())
+        self.link.send(self.standing())
         self.rows.end()
         return self._stopped(activation, reason)
 
-    def _stop_reason(self, activation: Activation) -> str | None:
+    def _stop_reason(self, activation: Activation, max_steps: int) -> str | None:
         """Handles arrived commands; returns the reason to stop, or None."""
-        if self._link.preempted(activation.epoch):
+        if self.link.preempted(activation.epoch):
             return "preempted"
-        if activation.max_steps and activation.steps >= activation.max_steps:
+        if max_steps and activation.steps >= max_steps:
             return "max_steps"
         if self.gate.frozen and not self.gate.judging and not self.gate.due():
             return "frozen"
         with self.rows.locked() as buffer:
-            usable, tokens = buffer.tokens_of(self.rows.heads.hashes), buffer.tokens
+            usable, tokens = buffer.tokens_of(self.rows.heads), buffer.tokens
         if not usable:
-            return None if time.monotonic() < activation.data_until else "no_data"
+            waits = time.monotonic() < activation.began + self._config.data_wait_s
+            return None if waits else "no_data"
         return "epochs" if activation.tokens >= self._config.max_epochs * tokens else None
 
     def _train(self, activation: Activation, batch: PackedBatch) -> None:
@@ -230,13 +229,13 @@ class DrafterTrainer:
         rows = batch.rows
         with activation.timed():
             slots = activation.slots[: len(rows)]
-            version, kind = batch.head.policy_version, self._learner.kind
+            version, kind = batch.head.policy_version, self.learner.kind
             traces = batch.traceparents
             about: dict[str, Any] = {names.EPOCH: activation.epoch, names.SLOTS: list(slots)}
             about |= {names.POLICY_VERSION: version, names.DRAFTER: kind}
             with span(names.DRAFTER_MICRO_STEP, about, links=sorted(traces)) as current:
-                row = hand_out(rows, self._learner.members)
-                result = self._learner.micro_step(row, batch.head)
+                row = hand_out(rows, self.learner.members)
+                result = self.learner.micro_step(row, batch.head)
                 current.set_attribute(names.POSITIONS, result.positions)
                 current.set_attribute(names.LOSS, result.loss)
                 current.set_attribute(names.STEPPED, result.stepped)
@@ -244,21 +243,17 @@ class DrafterTrainer:
         speed, known = activation.last_s / max(len(rows[0]), 1), self.seconds_per_token
         self.seconds_per_token = 0.8 * known + 0.2 * speed if known else speed
         activation.batches |= batch.traceparents
-        metrics.record_micro_step(kind, result, samples=batch.samples)
+        result.record(kind, samples=batch.samples)
         activation.learned(rows, result)
         if result.stepped:
             self.after_step()
 
-    def _report(self, activation: Activation) -> None:
-        """Reports the activation's progress to the parent, and makes the other members wait on. A
+    def _report(self, doing: messages.Doing) -> None:
+        """Sends the activation's progress to the parent, and makes the other members wait on. A
         round of the gate therefore cannot exceed their deadline.
         """
-        if time.monotonic() < activation.tell_at:
-            return
-        doing = "judges" if self.gate.judging else f"trains micro-batch {activation.micro_batches}"
-        self._link.send(messages.Doing(doing))
-        announce("wait", self._learner.members)
-        activation.tell_at = time.monotonic() + TOLD_EVERY_S
+        self.link.send(doing)
+        announce("wait", self.learner.members)
 
     def _micro_batch_tokens(self) -> int:
         """Number of tokens that can be trained in micro_batch_ms of thread time.
@@ -273,7 +268,7 @@ class DrafterTrainer:
     def _advance_gate(self, activation: Activation) -> None:
         about = {names.DRAFTER_VERSION: self.gate.next_version}
         with activation.timed(), span(names.DRAFTER_GATE, about) as current:
-            decisions = self.gate.advance(activation.epoch)
+            decisions = self.gate.advance()
             for decision in decisions:
                 current.set_attribute(names.DECISION, decision.decision)
                 current.set_attribute(names.DRAFTER, decision.kind)
@@ -282,16 +277,16 @@ class DrafterTrainer:
     def _send(self, decisions: Iterable[m.Judged]) -> None:
         for decision in decisions:
             metrics.record_decision(decision)
-            self._link.send(decision)
+            self.link.send(decision)
 
     def _stopped(self, activation: Activation, reason: str) -> m.Stopped:
         shared = ("epoch", "steps", "micro_batches", "tokens", "busy_s", "first_step_s")
         with self.rows.locked() as buffer:
-            dropped = buffer.dropped + self.lost()
+            dropped = buffer.dropped + self.lost
         return m.Stopped(
             reason=reason,
             loss=activation.loss_sum / max(activation.micro_batches, 1),
-            total_steps=self._learner.total_steps,
+            total_steps=self.learner.total_steps,
             dropped=dict(dropped),
             **{name: getattr(activation, name) for name in shared},
         )
@@ -299,25 +294,13 @@ class DrafterTrainer:
     def standing(self) -> m.Standing:
         """The trainer's progress."""
         with self.rows.locked() as buffer:
-            samples, nbytes = len(buffer), buffer.nbytes
-        return m.Standing(
-            drafter_version=self.gate.next_version - 1,
-            total_steps=self._learner.total_steps,
-            total_tokens=self._learner.total_tokens,
-            buffer_samples=samples,
-            buffer_bytes=nbytes,
-            lm_head_hashes=list(self.rows.heads.hashes),
-            serving_version=self.gate.serving.version,
-            frozen=self.gate.frozen,
-            checkpoint_steps=self.checkpoint[0],
-            checkpoint_stall_s=self.checkpoint[1],
-        )
+            return m.Standing(self.learner.total_steps, len(buffer))
 
     def state(self) -> dict[str, Any]:
         """The state for a later process. Collective over all ranks."""
-        return {"learner": self._learner.state(), "gate": self.gate.state()}
+        return {"learner": self.learner.state(), "gate": self.gate.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restores `state`."""
-        self._learner.load_state(state["learner"])
+        self.learner.load_state(state["learner"])
         self.gate.load_state(state["gate"])

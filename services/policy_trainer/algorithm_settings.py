@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
@@ -27,6 +27,11 @@ class KlConfig(Config):
     """
     place: Literal["loss", "reward"] = "loss"
     """Place of the divergence: added to the loss of a token, or subtracted from its reward."""
+
+    @property
+    def in_loss(self) -> bool:
+        """Whether the loss contains the divergence."""
+        return self.coefficient > 0 and self.place == "loss"
 
 
 class CorrectionConfig(Config):
@@ -114,6 +119,8 @@ class DrGrpoConfig(AlgorithmConfig):
 
     name: Literal["dr_grpo"] = "dr_grpo"
     """Name of the algorithm."""
+    normalize_std: ClassVar[bool] = False
+    """Whether centred rewards are divided by their standard deviation."""
     aggregation: Aggregation = "constant"
     """Aggregation of token losses."""
 
@@ -197,6 +204,10 @@ class CispoConfig(GroupedConfig):
 class DecoupledConfig(GroupedConfig):
     """Decoupled PPO: clipped around the step's start weights, and weighed by start over sampler,
     with `correction.weight` `token` and `correction.cap` 5.
+
+    L_t = -min(rho_t, cap) min(u_t A_t, clip(u_t) A_t), rho_t = proximal / behavior (AReaL, arXiv
+    2505.24298, eq. 5; PPO-EWMA, arXiv 2110.00641). The clip holds the policy near the step's start,
+    for any age of the sampling weights.
     """
 
     name: Literal["decoupled"] = "decoupled"

@@ -100,16 +100,15 @@ def paths_of(cell: str) -> tuple[str, ...]:
     """The inexact paths of a cell's tokens; empty for the plain path."""
     arms, numbers, reused, stale = json.loads(cell)
     there = {
-        **{_drafted_path(arm): arm != OFF for arm in arms.split(JOINT)},
+        **{
+            arm if arm == trajectory.DRAFTED_PATH else trajectory.ARM_PATH + arm: arm != OFF
+            for arm in arms.split(JOINT)
+        },
         trajectory.NUMBERS_PATH + numbers: numbers not in (_EXACT, *_HALF),
         trajectory.REUSED_PATH: reused,
         trajectory.SWAPPED_PATH: stale,
     }
     return tuple(path for path, is_one in there.items() if is_one)
-
-
-def _drafted_path(arm: str) -> str:
-    return trajectory.DRAFTED_PATH if arm == trajectory.DRAFTED_PATH else trajectory.ARM_PATH + arm
 
 
 def drafted_so_far(spans: Iterable[trajectory.DrawSpan]) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Declares the settings of the policy trainer."""
 
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 from pydantic import Field
 
@@ -18,6 +18,9 @@ class PolicyOptimizerConfig(OptimizerConfig):
     """
 
 
+Linear = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
 class AdaptersConfig(Config):
     """Low-rank adapters (LoRA), trained instead of the policy's weights."""
 
@@ -25,12 +28,7 @@ class AdaptersConfig(Config):
     """Rank of the two matrices per target; 0: the weights themselves are trained."""
     alpha: float = Field(default=32.0, gt=0)
     """Scale of the adapters: alpha / rank."""
-    targets: tuple[
-        Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], ...
-    ] = Field(
-        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-        min_length=1,
-    )
+    targets: tuple[Linear, ...] = Field(default=get_args(Linear), min_length=1)
     """Linear layers with adapters, in each decoder layer."""
     publish: Literal["weights", "adapters"] = "weights"
     """Content of a push: weights with the product added, or adapters alone. Engines then add the
@@ -112,9 +110,9 @@ class PolicyTrainerConfig(ServiceConfig):
     """Number format of forward, backward and gathered weights. Weights, gradient sums and the
     optimiser's moments are always float32.
     """
-    attention: Literal["sdpa", "flex", "flash"] = "sdpa"
+    attention: Literal["sdpa", "flex"] = "sdpa"
     """Attention kernel. sdpa: torch's, which masks packed rows; flex: compiled, only CUDA, skips
-    masked blocks; flash: needs the package flash_attn.
+    masked blocks.
     """
     offload: bool = False
     """Whether weights and moments move to CPU memory between steps: less GPU memory, two copies per
@@ -126,16 +124,12 @@ class PolicyTrainerConfig(ServiceConfig):
     """Maximum tokens of a rank's forward, padding included."""
     row_tokens: int = Field(default=0, ge=0)
     """Tokens of a packed row; a longer trajectory has its own row. Shared beginnings of a group in
-    one row are computed once, except with attention "flash". 0: the width with the shortest
+    one row are computed once. 0: the width with the shortest
     predicted step for each batch, up to 4,096.
     """
     head_rows: int = Field(default=0, ge=0)
     """Maximum tokens per chunk of logits; the backward recomputes chunks. 0: as many as fit 256 MiB
     of float32 logits.
-    """
-    head_kernel: Literal["torch", "cut_cross_entropy"] = "torch"
-    """Kernel of log-probs and entropy. cut_cross_entropy: no logits, only on CUDA in bfloat16; the
-    entropy is then the mean -log p of the trained tokens, and cannot be rewarded.
     """
     publish_dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of pushed weights."""
@@ -157,10 +151,6 @@ class PolicyTrainerConfig(ServiceConfig):
     """
     checkpoint_interval_steps: int = Field(default=10, ge=1)
     """RL steps between checkpoints."""
-    checkpoint_keep: ClassVar[int] = 2
-    """Number of newest checkpoints kept, besides the checkpoint with the best held-out accuracy
-    (best.json).
-    """
     ledger_keep: int = Field(default=16, ge=0)
     """Number of checkpointed steps with single trajectories in Redis; older steps keep only totals.
     """
@@ -180,5 +170,4 @@ class PolicyTrainerConfig(ServiceConfig):
 
     def rows_of_logits(self, vocabulary: int) -> int:
         """Maximum tokens with logits in memory at once."""
-        none = self.head_kernel == "cut_cross_entropy"
-        return 0 if none else self.head_rows or rows_of_head(vocabulary)
+        return self.head_rows or rows_of_head(vocabulary)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import get_args
 
+from google.protobuf import json_format
+
 from paceline.ranks.messages import Doing, Failed, Impaired, Save, Saved
 from paceline.services.policy_trainer.audit import AuditCell, AuditState, PathVerdict
 from paceline.tagged_json import TaggedJson
@@ -10,33 +12,28 @@ from paceline.v1.trajectory_pb2 import CommandContext
 
 
 @dataclass(frozen=True, slots=True)
-class Sender:
-    """Identity of a command: run, step, lease and trace."""
+class Wanted:
+    """A step and its awaited groups."""
 
-    run_id: str
     step: int
-    epoch: int
-    lease_proof: str = ""
-    carrier: dict[str, str] = field(default_factory=dict)  # trace context
-
-    def context(self) -> CommandContext:
-        """The sender in the form of the wire."""
-        proof = self.lease_proof
-        return CommandContext(
-            run_id=self.run_id, step=self.step, epoch=self.epoch, lease_proof=proof
-        )
+    policy_version: int  # weights at the step's start; training adds 1
+    groups: tuple[tuple[str, int], ...]  # (group id, sessions); 0 sessions: no wait
+    deadline_s: float
+    left_out: frozenset[str] = frozenset()  # groups of equal rewards, replaced by other groups
 
 
 @dataclass(frozen=True, slots=True)
 class Train:
     """Collect the groups, take an optimiser step, and push the weights."""
 
-    sender: Sender
-    policy_version: int  # version that generated the step; training adds 1
-    groups: list[tuple[str, int]]  # (group id, sessions)
-    left_out: list[str]  # group ids to await and drop
-    group_deadline_s: float
+    wanted: Wanted
+    context: str  # CommandContext of the call, JSON
+    carrier: dict[str, str] = field(default_factory=dict)  # trace context
     command_id: int = 0
+
+    def sender(self) -> CommandContext:
+        """Run, step and lease of the call."""
+        return json_format.Parse(self.context, CommandContext())
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +90,6 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
-    """The first news: the ranks hold the model and have replayed the steps after the checkpoint."""
-
-    progress: Progress
-
-
-@dataclass(frozen=True, slots=True)
 class Batched:
     """All groups are closed and read."""
 
@@ -109,7 +99,9 @@ class Batched:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """The weights are updated, and are on the CPU of rank 0."""
+    """The weights are updated, and are on the CPU of rank 0. With command 0, the first news: the
+    ranks hold the model and have replayed the steps after the checkpoint.
+    """
 
     command_id: int
     progress: Progress
@@ -129,5 +121,5 @@ class Pushed:
 
 Command = Train | Save | Keep
 News = Batched | Stepped | Pushed | Saved
-Message = Command | News | Started | Failed | Impaired | Doing
+Message = Command | News | Failed | Impaired | Doing
 MESSAGES = TaggedJson[Message](*get_args(Message))

@@ -4,17 +4,10 @@ from paceline.services.policy_trainer.messages import Progress
 from paceline.telemetry.metrics import Counter, Gauge, Histogram
 
 CHECKPOINTS_DAMAGED = Counter(
-    "paceline.policy.checkpoints_damaged",
-    "{checkpoint}",
-    (),
-    "damaged checkpoints at a start; the trainer loads the checkpoint before and repeats the "
-    "later steps",
+    "paceline.policy.checkpoints_damaged", "{checkpoint}", (), "damaged checkpoints at a start"
 )
 VERSIONS_TAKEN = Counter(
-    "paceline.policy.versions_taken",
-    "{version}",
-    (),
-    "served versions that a restarted trainer adopted, because its replay gave other bits",
+    "paceline.policy.versions_taken", "{version}", (), "served versions adopted after a restart"
 )
 STALENESS = Histogram(
     "paceline.policy.staleness",
@@ -27,22 +20,14 @@ GROUPS_DROPPED = Counter(
     "paceline.policy.groups_dropped",
     "{group}",
     ("reason",),
-    "groups requested by a step and not trained; reason: stale (a token older than "
-    "`max_staleness`), no_variance (replaced by dynamic sampling), filtered (by `group_filter`), "
-    "too_few_siblings, unscored, incomplete_session or not_finite",
+    "groups requested by a step and not trained; reason: stale, no_variance (dynamic sampling), "
+    "filtered (group_filter), too_few_siblings, unscored, incomplete_session or not_finite",
 )
 NOT_FINITE = Counter(
-    "paceline.policy.not_finite",
-    "1",
-    ("what",),
-    "items left out because of NaN or infinity. session: a group's session, not trained; update: "
-    "an optimiser update, skipped for its loss or gradient norm",
+    "paceline.policy.not_finite", "1", ("what",), "sessions or updates left out for NaN or infinity"
 )
 HEADS_LEFT_OUT = Counter(
-    "paceline.policy.heads_left_out",
-    "{version}",
-    (),
-    "versions whose head was not pushed, because the drafter trainer rejected it",
+    "paceline.policy.heads_left_out", "{version}", (), "heads that the drafter trainer rejected"
 )
 DEAD_LETTERS = Counter(
     "paceline.policy.dead_letters", "{entry}", (), "unreadable entries of the trajectories' stream"
@@ -50,52 +35,33 @@ DEAD_LETTERS = Counter(
 STEPS = Counter("paceline.policy.steps", "{step}", (), "trained RL steps")
 UPDATES = Counter("paceline.policy.updates", "{update}", (), "optimiser updates")
 TOKENS_PER_SECOND = Gauge(
-    "paceline.policy.tokens_per_second",
-    "{token}/s",
-    (),
-    "tokens of the last step's batch, prompts included, per second of training",
+    "paceline.policy.tokens_per_second", "{token}/s", (), "tokens per second of the last training"
 )
 PUSHED_BYTES = Counter(
-    "paceline.policy.pushed_bytes",
-    "By",
-    ("encoding",),
-    "bytes of versions pushed to the gateway, `full` or as a `sparse_delta` to the version before",
+    "paceline.policy.pushed_bytes", "By", ("encoding",), "bytes of versions pushed to the gateway"
 )
 CHECKPOINT_TIME = Histogram(
-    "paceline.policy.checkpoint_time",
-    "s",
-    (),
-    "time until rank 0's checkpoint is on disk, written in the background; part_time's checkpoint "
-    "is the time in which ranks wait",
+    "paceline.policy.checkpoint_time", "s", (), "time until a checkpoint of rank 0 is on disk"
 )
 VERSION = Gauge("paceline.policy.version", "{version}", (), "policy version of the last step")
 REWARD = Gauge(
-    "paceline.policy.reward",
-    "1",
-    ("statistic",),
-    "reward of the last batch's sessions; statistic: mean or std",
+    "paceline.policy.reward", "1", ("statistic",), "mean or std of the last batch's sessions"
 )
 FIGURE = Gauge(
     "paceline.policy.figure",
     "1",
     ("figure", "of"),
-    "figures of the last step (docs/algorithms.md): loss, grad_norm, entropy, behavior_gap ...; "
-    "of: their tokens, such as lag=1, arm=off, numbers=int8, or all",
+    "figures of the last step (docs/algorithms.md); of: their tokens, such as lag=1, or all",
 )
 PART_TIME = Histogram(
     "paceline.policy.part_time",
     "s",
     ("part",),
-    "time of a step; part: train (all computing) with its parts proximal_logprobs, "
-    "reference_logprobs, values, forward_backward, optimizer and critic; also batch_wait, "
-    "publish, and checkpoint (until the ranks continue)",
+    "time of a step; part: train with its parts proximal_logprobs, reference_logprobs, values, "
+    "forward_backward, optimizer and critic; batch_wait, publish, checkpoint (until ranks go on)",
 )
 TRAINED = Counter(
-    "paceline.policy.trained",
-    "1",
-    ("what",),
-    "trained items; what: trajectories, tokens (prompts included), or groups_without_variance "
-    "(without gradient)",
+    "paceline.policy.trained", "1", ("what",), "trajectories, tokens and groups_without_variance"
 )
 
 

@@ -46,7 +46,6 @@ _WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 class Publication:
     """One version with this rank's rows."""
 
-    version: int
     policy: Announced  # model.safetensors: without a tied lm_head, or adapters
     head: Announced  # embed_tokens and lm_head, also if tied
 
@@ -121,7 +120,7 @@ def _announced(
         WEIGHT_TARGET_POLICY, version, own, lm_head_hash=name, metadata=metadata
     )
     whole = unchecked_manifest(WEIGHT_TARGET_POLICY_HEAD, version, heads, lm_head_hash=name)
-    return Publication(version, _announced_part(policy, tensors), _announced_part(whole, both))
+    return Publication(_announced_part(policy, tensors), _announced_part(whole, both))
 
 
 def _announced_part(manifest: Manifest, tensors: Mapping[str, NamedTensor]) -> Announced:
@@ -194,26 +193,27 @@ def check_same_model(own: Sequence[TensorLayout], served: Sequence[NamedTensor])
         )
 
 
+@torch.no_grad()
 def adopt_served(
     tensors: Iterable[tuple[str, Tensor]],
     served: Mapping[str, NamedTensor] | None,
     config: PolicyTrainerConfig,
 ) -> None:
     """Changes sharded fp32 weights so that they publish as rank 0's `served`; numbers that already
-    publish so stay. `served` is None on the other ranks. Collective.
+    publish so stay. `served` is None on the other ranks. Collective; one whole tensor at a time is
+    in the CPU memory of each rank.
     """
     dtype = getattr(torch, config.publish_dtype)
+    word = _WORDS[dtype]
     for name, tensor in tensors:
-        whole = None
+        whole = torch.empty(tensor.shape, dtype=word)
         if served is not None:
-            whole = torch.frombuffer(served[name].view, dtype=dtype).view(tensor.shape)
-        shards.scatter_rows(whole, dtype, tensor, _merge)
-
-
-def _merge(own: Tensor, served: Tensor) -> None:
-    word = _WORDS[served.dtype]
-    same = own.to(served.dtype).view(word) == served.view(word)
-    own.copy_(torch.where(same, own, served.to(own.dtype)))
+            whole = torch.frombuffer(served[name].view, dtype=word).view(tensor.shape)
+        dist.broadcast(whole.view(torch.uint8), 0)  # gloo has no 16-bit words
+        own = shards.local_of(tensor)
+        bits = shards.local_rows(whole, tensor).to(own.device)
+        same = own.to(dtype).view(word) == bits
+        own.copy_(torch.where(same, own, bits.view(dtype).to(own.dtype)))
 
 
 class Publisher:
@@ -240,62 +240,51 @@ class Publisher:
         gateway's PacelineErrors on all ranks.
         """
         started_s = time.monotonic()
-        policy: Parcel | PushReport = self._sender.plan(publication.policy)
-        head = self._sender.plan(publication.head) if self._config.push_head else None
-        while isinstance(policy, Parcel) or head is not None:
-            going = policy if isinstance(policy, Parcel) else None
-            policies, heads = self._delivered(going, head, context)
-            head = self._settled_head(head, heads)  # before the gateway's error is raised
-            if isinstance(policy, Parcel):
-                policy = self._sender.settle(policy, policies)
-        return replace(policy, push_s=time.monotonic() - started_s)
+        both = [publication.head] * self._config.push_head + [publication.policy]
+        going: list[Parcel | PushReport] = [self._sender.plan(one) for one in both]
+        while parcels := [one for one in going if isinstance(one, Parcel)]:
+            own = self._runner.run(self._deliver(parcels, context))
+            of_ranks = self._senders.exchange([_to_object(one) for one in own])
+            # The head first, before the gateway's error is raised.
+            settled = [
+                self._settled(parcel, [*map(_from_object, delivered)])
+                for parcel, *delivered in zip(parcels, *of_ranks, strict=True)
+            ]
+            going = [settled.pop(0) if isinstance(one, Parcel) else one for one in going]
+        report = going[-1]
+        assert isinstance(report, PushReport)
+        return replace(report, push_s=time.monotonic() - started_s)
 
-    def _settled_head(self, head: Parcel | None, outcomes: list[Outcome]) -> Parcel | None:
-        """The part of the head that is still to be delivered. It is None if the drafter trainer
-        does not answer: a step never fails because of it.
+    def _settled(self, parcel: Parcel, outcomes: list[Outcome]) -> Parcel | PushReport:
+        """The rest of a parcel that is still to be delivered, or its report. A step never fails
+        because the drafter trainer does not answer.
         """
-        if head is None:
-            return None
         try:
-            left = self._sender.settle(head, outcomes)
+            return self._sender.settle(parcel, outcomes)
         except PacelineError as error:
+            if parcel.manifest.target != WEIGHT_TARGET_POLICY_HEAD:
+                raise
             # it would keep a version that no other service needs
             self._sender.forget(WEIGHT_TARGET_POLICY_HEAD)
             if self._senders.rank == 0:
                 HEADS_LEFT_OUT.record()
-                version = head.manifest.version
+                version = parcel.manifest.version
                 _log.warning("head_not_pushed", version=version, error=str(error))
-            return None
-        return left if isinstance(left, Parcel) else None
-
-    def _delivered(
-        self, policy: Parcel | None, head: Parcel | None, context: trajectory_pb2.CommandContext
-    ) -> tuple[list[Outcome], list[Outcome]]:
-        """The outcomes of both parcels from each rank, by rank. Collective."""
-        own = self._runner.run(self._deliver(policy, head, context))
-        of_ranks = self._senders.exchange([_to_object(one) for one in own])
-        policies, heads = zip(*of_ranks, strict=True)
-        return [*map(_from_object, policies)], [*map(_from_object, heads)]
+            return PushReport(0, 0.0)
 
     async def _deliver(
-        self, policy: Parcel | None, head: Parcel | None, context: trajectory_pb2.CommandContext
-    ) -> tuple[Outcome, Outcome]:
-        addresses = self._config.addresses
-        policy_sent, head_sent = await asyncio.gather(
-            self._deliver_to(addresses.gateway, policy, context),
-            self._deliver_to(addresses.drafter_trainer, head, context),
-        )
-        return policy_sent, head_sent
+        self, parcels: Sequence[Parcel], context: trajectory_pb2.CommandContext
+    ) -> list[Outcome]:
+        return await asyncio.gather(*(self._deliver_one(one, context) for one in parcels))
 
-    async def _deliver_to(
-        self, address: str, parcel: Parcel | None, context: trajectory_pb2.CommandContext
-    ) -> Outcome:
-        if parcel is None:
-            return PushReport(0, 0.0)
+    async def _deliver_one(self, parcel: Parcel, context: trajectory_pb2.CommandContext) -> Outcome:
+        addresses = self._config.addresses
+        is_head = parcel.manifest.target == WEIGHT_TARGET_POLICY_HEAD
         deadline_s = patient(push_deadline_s(parcel.whole.manifest.total_bytes))
+        address = addresses.drafter_trainer if is_head else addresses.gateway
         try:
             async with channel(address, self._config.security) as peer:
-                if parcel.manifest.target == WEIGHT_TARGET_POLICY_HEAD:
+                if is_head:
                     stub: Any = weights_pb2_grpc.WeightServiceStub(peer)
                     with rpc_errors():  # a hanging peer costs only this deadline
                         await stub.GetVersions(GetVersionsRequest(), timeout=patient(CONNECT_S))

@@ -20,18 +20,14 @@ _COMMAND_WAIT_S = 3600.0
 _WRITTEN_POLL_S = 0.05  # while a checkpoint is being written
 
 
-def make_deterministic() -> None:
-    """Makes results reproducible: equal batch, weights, and number of ranks and threads give equal
-    bits.
+def build(config: PolicyTrainerConfig, link: group.RankLink) -> PolicyTrainer:
+    """Builds this rank's trainer and resumes it. Results are reproducible: equal batch, weights,
+    and number of ranks and threads give equal bits. Collective.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Filling fresh memory only helps to find reads of uninitialised memory, and costs a pass over
     # every buffer.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def build(config: PolicyTrainerConfig, link: group.RankLink) -> PolicyTrainer:
-    """Builds this rank's trainer and resumes it. Collective."""
     progress = messages.ProgressReport(lambda doing: link.send(MESSAGES.encode(doing)))
 
     def loads(read: int, of: int) -> None:
@@ -45,35 +41,29 @@ def build(config: PolicyTrainerConfig, link: group.RankLink) -> PolicyTrainer:
     return trainer
 
 
-def run(trainer: PolicyTrainer, link: group.RankLink) -> None:
-    """Handles commands until the parent's SIGTERM. Raises InternalError for a message that is no
-    command.
-    """
-    while True:
-        data = link.receive(_WRITTEN_POLL_S if trainer.settle_when_written() else _COMMAND_WAIT_S)
-        if data is None:
-            continue
-        command = MESSAGES.decode(data)
-        if not isinstance(command, Command):
-            raise InternalError("a rank takes commands only", seen=type(command).__name__)
-        trainer.handle(command)
-
-
 def main() -> None:
-    """Builds the trainer, reports that the rank is ready, and handles commands. At the end, writes
-    the queued spans within the deadline of telemetry.shutdown.
+    """Builds the trainer, reports that the rank is ready, and handles commands until the parent's
+    SIGTERM. At the end, writes the queued spans within the deadline of telemetry.shutdown. Raises
+    InternalError for a message that is no command.
     """
     link = group.RankLink.from_environment()
     config = link.config(PolicyTrainerConfig)
     telemetry.setup("policy_trainer", config.telemetry)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    make_deterministic()
     try:
         trainer = build(config, link)
         link.ready()
         trainer.started()
         with contextlib.closing(link):
-            run(trainer, link)
+            while True:
+                busy = trainer.settle_when_written()
+                data = link.receive(_WRITTEN_POLL_S if busy else _COMMAND_WAIT_S)
+                command = None if data is None else MESSAGES.decode(data)
+                if isinstance(command, Command):
+                    trainer.handle(command)
+                elif command is not None:
+                    seen = type(command).__name__
+                    raise InternalError("a rank takes commands only", seen=seen)
     finally:
         telemetry.shutdown()
 

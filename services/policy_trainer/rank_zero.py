@@ -15,7 +15,7 @@ from paceline.ranks import group, messages
 from paceline.rpc.progress import REDIS
 from paceline.services.policy_trainer import messages as m
 from paceline.services.policy_trainer import metrics, publish
-from paceline.services.policy_trainer.batches import batcher, groups
+from paceline.services.policy_trainer.batches import batcher
 from paceline.services.policy_trainer.batches.records import RecordFile, StepRecord
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.streams import Ledger, RedisStream, connect, run_key
@@ -76,16 +76,9 @@ class RankZero:
         """The batch of a step, after its record is on disk. None after a failure, which is reported
         to the parent.
         """
-        self.send(messages.Doing(f"collects the groups of step {command.sender.step}", REDIS))
-        wanted = groups.Wanted(
-            step=command.sender.step,
-            policy_version=command.policy_version,
-            groups=tuple(command.groups),
-            left_out=frozenset(command.left_out),
-            deadline_s=min(command.group_deadline_s, self._config.step_deadline_s),
-        )
+        self.send(messages.Doing(f"collects the groups of step {command.wanted.step}", REDIS))
         try:
-            collected = self._runner.run(self._collect(command, wanted))
+            collected = self._runner.run(self._collect(command.wanted, command.carrier))
         except PacelineError as error:
             self.failed(command.command_id, error)
             return None
@@ -102,25 +95,23 @@ class RankZero:
         """The gateway's tensors of this version; empty if the gateway serves equal bits or another
         version. None after a failure, which is reported to the parent.
         """
+        manifest = publication.policy.manifest
         try:
-            tensors = self._served_tensors(publication) or []
+            try:
+                tensors = self._runner.run(publish.pull_served(manifest, self._config)) or []
+            except DataLoss as error:  # damaged tensors are pushed again
+                version = manifest.version
+                _log.warning("served_weights_damaged", version=version, error=str(error))
+                tensors = []
             if tensors:
-                publish.check_same_model(layouts(publication.policy.manifest), tensors)
+                publish.check_same_model(layouts(manifest), tensors)
         except PacelineError as error:
             self.failed(command.command_id, error)
             return None
         if tensors:
             metrics.VERSIONS_TAKEN.record()
-            _log.warning("served_weights_taken", version=publication.version)
+            _log.warning("served_weights_taken", version=manifest.version)
         return {one.name: one for one in tensors}
-
-    def _served_tensors(self, publication: publish.Publication) -> list[NamedTensor] | None:
-        """As pull_served; None for damaged tensors, which are then pushed again."""
-        try:
-            return self._runner.run(publish.pull_served(publication.policy.manifest, self._config))
-        except DataLoss as error:
-            _log.warning("served_weights_damaged", version=publication.version, error=str(error))
-            return None
 
     def push(
         self, command: m.Train, progress: m.Progress, publication: publish.Publication
@@ -129,9 +120,23 @@ class RankZero:
         trained, and reports the push. Collective up to the push.
         """
         self.send(m.Stepped(command.command_id, progress))
-        self.send(messages.Doing(f"pushes p{progress.policy_version}", "gateway"))
+        version = progress.policy_version
+        self.send(messages.Doing(f"pushes p{version}", "gateway"))
+        about, parent = {names.RL_STEP: progress.step}, extract(command.carrier)
         try:
-            self._push(command, progress, publication)
+            with span(names.POLICY_PUBLISH, about, parent=parent) as current:
+                report = self.publisher.push(publication, command.sender())
+                current.set_attribute(names.BYTES, report.bytes)
+                metrics.PART_TIME.record(report.push_s, part="publish")
+                metrics.PUSHED_BYTES.record(report.bytes, encoding=report.encoding)
+            if report.replaced:
+                _log.warning("version_replaced", version=version)
+            for record in self._records.load():
+                if record.step == progress.step:
+                    self._runner.run(self._batcher.mark(record))
+            name = publication.policy.manifest.lm_head_hash
+            pushed = (report.bytes, report.push_s, name, report.replaced)
+            self.send(m.Pushed(command.command_id, version, *pushed))
         except PacelineError as error:
             self.failed(command.command_id, error)
 
@@ -181,9 +186,9 @@ class RankZero:
             metrics.NOT_FINITE.record(skipped, what="update")
             _log.error("updates_skipped", step=progress.step, updates=skipped)
 
-    async def _collect(self, command: m.Train, wanted: groups.Wanted) -> batcher.Collected:
-        parent = extract(command.sender.carrier)
-        with span(names.BATCH_WAIT, {names.RL_STEP: wanted.step}, parent=parent) as current:
+    async def _collect(self, wanted: m.Wanted, carrier: Mapping[str, str]) -> batcher.Collected:
+        about, parent = {names.RL_STEP: wanted.step}, extract(carrier)
+        with span(names.BATCH_WAIT, about, parent=parent) as current:
             began = time.perf_counter()
             batch = await self._batcher.collect(wanted)
             link_current(batch.links)
@@ -192,29 +197,15 @@ class RankZero:
             )
             self._records.append(batch.record)
             await self._batcher.settle(batch.record)
-            batcher.count_batch(batch)
+            for lag, count in batch.staleness.items():
+                for _ in range(count):
+                    metrics.STALENESS.record(lag)
+            for reason, dropped in batch.record.dropped_groups.items():
+                metrics.GROUPS_DROPPED.record(dropped, reason=reason)
+                _log.warning("groups_dropped", step=wanted.step, reason=reason, groups=dropped)
             current.set_attribute(names.TRAJECTORIES, collected.facts.trajectories)
             current.set_attribute(names.ZERO_VARIANCE_GROUPS, collected.facts.zero_variance_groups)
             return collected
-
-    def _push(
-        self, command: m.Train, progress: m.Progress, publication: publish.Publication
-    ) -> None:
-        parent = extract(command.sender.carrier)
-        with span(names.POLICY_PUBLISH, {names.RL_STEP: progress.step}, parent=parent) as current:
-            report = self.publisher.push(publication, command.sender.context())
-            current.set_attribute(names.BYTES, report.bytes)
-            metrics.PART_TIME.record(report.push_s, part="publish")
-            metrics.PUSHED_BYTES.record(report.bytes, encoding=report.encoding)
-        if report.replaced:
-            _log.warning("version_replaced", version=progress.policy_version)
-
-        for record in self._records.load():
-            if record.step == progress.step:
-                self._runner.run(self._batcher.mark(record))
-        name, version = publication.policy.manifest.lm_head_hash, progress.policy_version
-        pushed = (report.bytes, report.push_s, name, report.replaced)
-        self.send(m.Pushed(command.command_id, version, *pushed))
 
 
 def _check_replay(version: int, missed: Sequence[StepRecord], found: Resumable) -> None:

@@ -8,6 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from google.protobuf import json_format
+
 from paceline import errors
 from paceline.local import processes, services
 from paceline.messages import shared_fields, to_message
@@ -27,97 +29,36 @@ from paceline.v1.policy_pb2_grpc import PolicyServiceServicer, add_PolicyService
 _log = get_logger(__name__)
 
 
-class PolicyDriver:
-    """Runs one command at a time. `watched.supervise` must be running."""
-
-    def __init__(self, config: PolicyTrainerConfig) -> None:
-        self._config = config
-        self.progress = m.Progress()
-        self.world_size = config.ranks or min(2, processes.usable_cores())
-        """Number of ranks, each on its own slot."""
-        group = RankGroup(
-            "paceline.services.policy_trainer.rank",
-            self.world_size,
-            threads_per_rank=config.threads_per_rank,
-            log_dir=Path(config.run.dir) / "logs",
-            config=config,
-            heartbeat_s=config.run.heartbeat_s,
-            preload=services.service("policy_trainer").forked,
-        )
-        self.watched = watched.WatchedRanks[m.Message](
-            group,
-            m.MESSAGES,
-            service="policy_trainer",
-            start_deadline_s=config.start_deadline_s,
-            on_start=self._started,
-            on_message=self._take,
-        )
-        self._turn = asyncio.Lock()
-
-    @property
-    def busy(self) -> bool:
-        """Whether a command is running."""
-        return self._turn.locked()
-
-    async def idle(self, deadline_s: float) -> None:
-        """Waits until no command is running, at most `deadline_s` seconds."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(deadline_s), self._turn:
-                pass
-
-    async def run(self, command: m.Command, deadline_s: float) -> AsyncIterator[m.News]:
-        """Sends a command and yields its news up to the last.
-
-        Raises the errors of WatchedRanks.run. On DeadlineExceeded the ranks are killed, because
-        their state is unknown.
-        """
-        last = m.Pushed if isinstance(command, m.Train) else messages.Saved
-        async with self._turn:
-            await self.watched.wait_ready(self._config.start_deadline_s)
-            try:
-                async for news in self.watched.run(command, last, deadline_s):
-                    yield news
-            except errors.DeadlineExceeded:
-                self.watched.kill()
-                raise
-
-    async def save(
-        self, deadline_s: float, command: messages.Save | m.Keep | None = None
-    ) -> messages.Saved:
-        """Writes a checkpoint, or sends an evaluation of the present weights; returns the report of
-        that checkpoint, or of the checkpoint with the best evaluation.
-        """
-        news = self.run(command or messages.Save(), deadline_s)
-        return [one async for one in news if isinstance(one, messages.Saved)][-1]
-
-    async def _started(self) -> None:
-        _log.info(
-            "ranks_ready",
-            pids=self.watched.pids,
-            policy_version=self.progress.policy_version,
-            step=self.progress.step,
-        )
-
-    def _take(self, news: m.Message) -> None:
-        if isinstance(news, m.Started | m.Stepped):
-            self.progress = news.progress
-        elif isinstance(news, messages.Saved):
-            newest = max(news.version, self.progress.checkpoint_version)  # it may be the best one
-            self.progress = dataclasses.replace(self.progress, checkpoint_version=newest)
-
-
 SERVICE_NAME = "paceline.v1.PolicyService"
 STOP_GRACE_S = 20.0  # of a clean stop with its last checkpoint; orchestrators kill after 30
 RANK_GRACE_S = 3.0  # until a rank is killed: longer than telemetry.shutdown takes
 
 
 class PolicyServicer(PolicyServiceServicer):
-    """Turns requests into commands, and news into responses."""
+    """Runs one command of the ranks at a time, and turns their news into responses."""
 
-    def __init__(self, config: PolicyTrainerConfig, ranks: PolicyDriver) -> None:
+    def __init__(self, config: PolicyTrainerConfig) -> None:
         self._config = config
-        self._ranks = ranks
         self._guard = EpochGuard(config.security, Path(config.run.dir) / "policy" / EPOCHS)
+        self._progress = m.Progress()
+        self._world_size = config.ranks or min(2, processes.usable_cores())
+        group = RankGroup(
+            "paceline.services.policy_trainer.rank",
+            self._world_size,
+            threads_per_rank=config.threads_per_rank,
+            log_dir=Path(config.run.dir) / "logs",
+            config=config,
+            heartbeat_s=config.run.heartbeat_s,
+            preload=services.service("policy_trainer").forked,
+        )
+        self.ranks = watched.WatchedRanks[m.Message](
+            group,
+            m.MESSAGES,
+            service="policy_trainer",
+            start_deadline_s=config.start_deadline_s,
+            on_message=self._receive,
+        )
+        self._turn = asyncio.Lock()
 
     async def TrainStep(
         self, request: pb.TrainStepRequest, context: Any
@@ -125,22 +66,22 @@ class PolicyServicer(PolicyServiceServicer):
         """Sends BatchReady, PolicyStepped and PolicyPrepared. Raises FailedPrecondition for fewer
         slots than ranks.
         """
-        slots, ranks = len(request.slots), self._ranks.world_size
+        slots, ranks = len(request.slots), self._world_size
         if slots and slots < ranks:
-            raise errors.FailedPrecondition(
-                "the policy's ranks compute on leased slots, one each; set policy_trainer.ranks",
-                seen=f"{slots} slots",
-                allowed=f"{ranks} or more",
-            )
-        command = m.Train(
-            sender=self._sender(request.context),
+            message = "each rank of the policy needs a leased slot; set policy_trainer.ranks"
+            seen, allowed = f"{slots} slots", f"{ranks} or more"
+            raise errors.FailedPrecondition(message, seen=seen, allowed=allowed)
+        self._check(request.context)
+        deadline_s = self._config.step_deadline_s
+        wanted = m.Wanted(
+            step=request.context.step,
             policy_version=request.policy_version,
-            groups=[(group.group_id, group.size) for group in request.groups],
-            left_out=[group.group_id for group in request.groups if group.left_out],
-            group_deadline_s=request.group_deadline_s,
+            groups=tuple((group.group_id, group.size) for group in request.groups),
+            deadline_s=min(request.group_deadline_s, deadline_s),
+            left_out=frozenset(group.group_id for group in request.groups if group.left_out),
         )
-        deadline_s = request.group_deadline_s + self._config.step_deadline_s
-        async for news in self._ranks.run(command, deadline_s):
+        command = m.Train(wanted, json_format.MessageToJson(request.context), inject())
+        async for news in self._run(command, request.group_deadline_s + deadline_s):
             yield _response(news)
 
     async def SavePolicyCheckpoint(
@@ -149,42 +90,77 @@ class PolicyServicer(PolicyServiceServicer):
         """Writes a checkpoint, with an evaluation only if it is the best so far. Raises
         InvalidInput for an evaluation that is not a number.
         """
-        self._sender(request.context)
-        deadline_s = self._config.step_deadline_s
+        self._check(request.context)
         command = m.Keep(request.evaluation) if request.HasField("evaluation") else None
         if command is not None and not math.isfinite(command.evaluation):
             raise errors.InvalidInput("an evaluation is a number", seen=command.evaluation)
-        saved = await self._ranks.save(deadline_s, command)
+        saved = await self._save(self._config.step_deadline_s, command)
         return pb.SavePolicyCheckpointResponse(path=saved.path, policy_version=saved.version)
 
-    async def GetPolicyStatus(
-        self, request: pb.GetPolicyStatusRequest, context: Any
-    ) -> pb.GetPolicyStatusResponse:
-        """Returns the trainer's progress."""
-        progress, pids = self._ranks.progress, self._ranks.watched.pids
-        return pb.GetPolicyStatusResponse(
-            policy_version=progress.policy_version,
-            step=max(0, progress.step),
-            checkpoint_version=progress.checkpoint_version,
-            trajectories_trained=progress.trajectories_trained,
-            ranks=len(pids),
-            rank_pids=pids,
-        )
-
-    def _sender(self, context: trajectory_pb2.CommandContext) -> m.Sender:
+    def _check(self, context: trajectory_pb2.CommandContext) -> None:
         check_run(context, self._config.run.id)
         self._guard.check(context, Track.LEARNER)
-        proof = context.lease_proof
-        return m.Sender(context.run_id, context.step, context.epoch, proof, inject())
+
+    async def _run(self, command: m.Command, deadline_s: float) -> AsyncIterator[m.News]:
+        """Sends a command and yields its news up to the last.
+
+        Raises the errors of WatchedRanks.run. On DeadlineExceeded the ranks are killed, because
+        their state is unknown.
+        """
+        last = m.Pushed if isinstance(command, m.Train) else messages.Saved
+        async with self._turn:
+            await self.ranks.wait_ready(self._config.start_deadline_s)
+            try:
+                async for news in self.ranks.run(command, last, deadline_s):
+                    yield news
+            except errors.DeadlineExceeded:
+                self.ranks.group.kill()
+                raise
+
+    async def _save(
+        self, deadline_s: float, command: messages.Save | m.Keep | None = None
+    ) -> messages.Saved:
+        """Writes a checkpoint, or sends an evaluation of the present weights; returns the report of
+        that checkpoint, or of the checkpoint with the best evaluation.
+        """
+        news = self._run(command or messages.Save(), deadline_s)
+        return [one async for one in news if isinstance(one, messages.Saved)][-1]
+
+    async def save_last(self, deadline_s: float) -> None:
+        """Writes a last checkpoint if there is a newer version, once no command is running. A step
+        that is still running after `deadline_s` seconds is abandoned; the next start replays it.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s), self._turn:
+                pass
+        unsaved = self._progress.policy_version > self._progress.checkpoint_version
+        if not (unsaved and self.ranks.ready) or self._turn.locked():
+            return
+        try:
+            saved = await self._save(deadline_s)
+            _log.info("final_checkpoint", path=saved.path)
+        except errors.PacelineError as error:
+            _log.error("final_checkpoint_failed", error=str(error))
+
+    async def progress(self) -> progress_pb2.GetProgressResponse:
+        """The progress of the service and its ranks."""
+        done = self._progress
+        counts = {"step": max(0, done.step), "trained": done.trajectories_trained}
+        return progress_pb2.GetProgressResponse(parts=self.ranks.parts(counts))
+
+    def _receive(self, news: m.Message) -> None:
+        if isinstance(news, m.Stepped):
+            self._progress = news.progress
+        elif isinstance(news, messages.Saved):
+            newest = max(news.version, self._progress.checkpoint_version)  # it may be the best one
+            self._progress = dataclasses.replace(self._progress, checkpoint_version=newest)
 
 
 def require_fresh(root: Path, *, resume: bool) -> None:
     """Raises ConfigError when the directory has a run and `resume` is false."""
     if not resume and (root.exists() and any(root.iterdir())):
         raise errors.ConfigError(
-            "the run's directory holds a trained policy",
-            seen=root,
-            allowed="resume=true, or another run.id and run.dir",
+            "a trained policy is there", seen=root, allowed="resume=true, or another run.dir"
         )
 
 
@@ -194,35 +170,14 @@ async def serve(config: PolicyTrainerConfig, stop: asyncio.Event) -> None:
     check_algorithm(config.algorithm.name)
     require_fresh(config.checkpoints_dir, resume=config.resume)
     server = Server(config.addresses.policy_trainer, config.security)
-    ranks = PolicyDriver(config)
-    server.add(add_PolicyServiceServicer_to_server, PolicyServicer(config, ranks), SERVICE_NAME)
-    add_progress(server, lambda: _progress(ranks))
-    async with ranks.watched.served(server, SERVICE_NAME, stop, grace_s=RANK_GRACE_S):
+    servicer = PolicyServicer(config)
+    server.add(add_PolicyServiceServicer_to_server, servicer, SERVICE_NAME)
+    add_progress(server, servicer.progress)
+    async with servicer.ranks.served(server, SERVICE_NAME, stop, grace_s=RANK_GRACE_S):
         # No new call is accepted while the last checkpoint is written.
         stopping = asyncio.create_task(server.stop(STOP_GRACE_S))
-        await ranks.idle(STOP_GRACE_S / 2)
-        await _save_final(ranks)
+        await servicer.save_last(STOP_GRACE_S / 2)
     await stopping
-
-
-async def _progress(ranks: PolicyDriver) -> progress_pb2.GetProgressResponse:
-    done = ranks.progress
-    counts = {"step": max(0, done.step), "trained": done.trajectories_trained}
-    return progress_pb2.GetProgressResponse(parts=ranks.watched.parts(counts))
-
-
-async def _save_final(ranks: PolicyDriver) -> None:
-    """Writes a last checkpoint if there is a newer version and the ranks are idle. A running step
-    is abandoned; the next start replays it.
-    """
-    unsaved = ranks.progress.policy_version > ranks.progress.checkpoint_version
-    if not (unsaved and ranks.watched.ready) or ranks.busy:
-        return
-    try:
-        saved = await ranks.save(STOP_GRACE_S / 2)
-        _log.info("final_checkpoint", path=saved.path)
-    except errors.PacelineError as error:
-        _log.error("final_checkpoint_failed", error=str(error))
 
 
 def _response(news: m.News) -> pb.TrainStepResponse:

@@ -49,22 +49,20 @@ class PolicyTrainer:
         self.zero = zero
         self.progress = messages.Progress()
         self._publisher = zero.publisher if zero else publish.Publisher(config, asyncio.Runner())
-        alone = dist.get_world_size() == 1
         self._report = progress or ProgressReport(lambda doing: None)
         learner.on_layer = self._report.goes_on
         learner.on_micro_batch = lambda number, of: self._report.begins(
             f"trains micro-batch {number} of {of}"
         )
-        self._writing = None if alone else dist.new_group(backend="gloo")
+        self._writing = dist.new_group(backend="gloo")
         self._writer = checkpoints.CheckpointWriter(
-            config.checkpoints_dir, self._export, prefix=_PREFIX, keep=config.checkpoint_keep
+            config.checkpoints_dir, self._export, prefix=_PREFIX
         )
         best = records.read_best(config.checkpoints_dir)
         self._writer.kept = best.policy_version if best else None
         self._copied: Mapping[str, Any] | None = None  # copies of the last checkpoint, for reuse
         self._begun = 0  # version of the last started checkpoint, equal on all ranks
         self._unreported: tuple[int, messages.Progress] | None = None  # its command and progress
-        self._damaged: tuple[str, ...] = ()  # checkpoints that could not be loaded
         self._resumed = False  # resumed, and not yet compared with the served weights
 
     def resume(self) -> None:
@@ -73,7 +71,9 @@ class PolicyTrainer:
         """
         self._report.begins("loads the newest checkpoint")
         found = checkpoints.find_whole(self.config.checkpoints_dir, _PREFIX, dist.group.WORLD)
-        self._damaged = found.damaged
+        for fault in found.damaged:
+            if self.zero:
+                self.zero.send(Impaired(f"{fault}; the checkpoint before it is loaded"))
         if found.checkpoint is not None:
             try:
                 state = checkpoints.read_checkpoint(
@@ -96,9 +96,7 @@ class PolicyTrainer:
     def started(self) -> None:
         """Reports that the rank accepts commands."""
         if self.zero:
-            self.zero.send(messages.Started(self.progress))
-            for fault in self._damaged:
-                self.zero.send(Impaired(f"{fault}; the checkpoint before it is loaded"))
+            self.zero.send(messages.Stepped(0, self.progress))
 
     def handle(self, command: messages.Command) -> None:
         """Runs a command. An error that all ranks raise, or a failure of rank 0 between
@@ -139,7 +137,7 @@ class PolicyTrainer:
             self.zero.push(command, self.progress, publication)
         else:
             with suppress(errors.PacelineError):  # reported by rank 0
-                self._publisher.push(publication, command.sender.context())
+                self._publisher.push(publication, command.sender())
         if self.progress.policy_version - self._begun >= self.config.checkpoint_interval_steps:
             self.begin_checkpoint()
 
@@ -155,12 +153,12 @@ class PolicyTrainer:
         """
         if not self._adopt_served(command):
             return None
-        if command.sender.step == self.progress.step:
+        if command.wanted.step == self.progress.step:
             if self.zero:
                 self.zero.send(messages.Batched(command.command_id, self.progress.batch))
             return self._published()
         collected = self.zero.collect(command) if self.zero else None
-        if not self._advance(command.sender.step, collected, command.sender.carrier):
+        if not self._advance(command.wanted.step, collected, command.carrier):
             return None
         if self.progress.skipped_in_row >= SKIPPED_IN_ROW:
             raise errors.InternalError(
@@ -174,12 +172,12 @@ class PolicyTrainer:
     def _check_order(self, command: messages.Train) -> None:
         """Raises WeightsError unless the step is the next step, or the last step again."""
         step, version = self.progress.step, self.progress.policy_version
-        again = command.sender.step == step
-        if command.policy_version != version - again or command.sender.step < step:
+        again = command.wanted.step == step
+        if command.wanted.policy_version != version - again or command.wanted.step < step:
             raise errors.WeightsError(
                 "the trainer cannot take this step",
                 reason="STEP_ORDER",
-                seen=f"step {command.sender.step} from p{command.policy_version}",
+                seen=f"step {command.wanted.step} from p{command.wanted.policy_version}",
                 allowed=f"a step after {step}, from p{version}",
             )
 
@@ -218,30 +216,19 @@ class PolicyTrainer:
         if batch is None:
             return False
         self._report.begins(f"computes the start values of step {step}")
-        with (
-            span(
-                names.OPTIMIZER_STEP,
-                {names.RL_STEP: step},
-                parent=extract(carrier),
-                links=collected.links,
-            )
-            if collected
-            else nullcontext()
-        ):
-            updates = self.learner.updates
+        about, parent = {names.RL_STEP: step}, extract(carrier)
+        links = collected.links if collected else ()
+        waited = {"seconds/batch_wait": collected.waited_s} if collected else {}
+        facts = collected.facts if collected else messages.BatchFacts()  # rank 0 alone reports them
+        recorded = span(names.OPTIMIZER_STEP, about, parent=parent, links=links)
+        updates = self.learner.updates
+        with recorded if collected else nullcontext():
             figures = self.learner.step(batch, self.progress.policy_version)
-        if collected:
-            waited = {"seconds/batch_wait": collected.waited_s}
-            figures = dataclasses.replace(figures, figures={**figures.figures, **waited})
-
         audit, beyond = judged(
             self.progress.audit, figures.cells, self.config.audit, self.config.compute_dtype
         )
-        measured = {**figures.figures, **audit_figures(figures.cells)}
+        measured = {**figures.figures, **waited, **audit_figures(figures.cells)}
         figures = dataclasses.replace(figures, figures=measured, cells={})
-        facts = (
-            collected.facts if collected else messages.BatchFacts()
-        )  # only rank 0 reports the facts
         self.progress = dataclasses.replace(
             self.progress,
             policy_version=self.progress.policy_version + 1,
@@ -318,11 +305,10 @@ class PolicyTrainer:
 
     def _held_twice(self) -> int:
         """The last step held by two checkpoints, so that it can be trained again if the newest is
-        damaged. With one kept checkpoint, the last step that it holds. -1: none.
+        damaged. -1: none.
         """
-        wanted = min(self.config.checkpoint_keep, 2)
-        numbers = checkpoints.checkpoint_numbers(self.config.checkpoints_dir, _PREFIX)[-wanted:]
-        if len(numbers) < wanted:
+        numbers = checkpoints.checkpoint_numbers(self.config.checkpoints_dir, _PREFIX)[-2:]
+        if len(numbers) < 2:
             return -1
         try:
             step: int = checkpoints.read_state(self._writer.path(numbers[0]))["progress"]["step"]

@@ -17,7 +17,6 @@ from paceline.services.policy_trainer.batches.batch import make_batch
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.learn.build import build_learner, form_mesh
 from paceline.services.policy_trainer.learn.learner import Learner
-from paceline.services.policy_trainer.learn.model import head_logprobs
 from paceline.training import STORE_VARIABLE
 from paceline.training.offload import give_back_cached
 
@@ -84,45 +83,3 @@ def test_offload_gives_the_device_the_bytes_of_weights_and_moments(
     assert in_use - still_in_use > 0.8 * kept
     one.memory.enter()
     assert device_bytes()[0] >= kept
-
-
-@pytest.mark.parametrize("vocabulary", [512, 1000])
-def test_cut_cross_entropy_scores_and_learns_as_whole_logits_do(vocabulary: int) -> None:
-    pytest.importorskip("cut_cross_entropy", reason="the extra `cut`")
-    source = torch.Generator().manual_seed(3)
-    head = torch.nn.Linear(128, vocabulary, bias=False)
-    drawn = torch.randn(head.weight.shape, generator=source)
-    head.weight.data.copy_(drawn.mul_(0.3).bfloat16())
-    rows = torch.randn(300, 128, generator=source).bfloat16()
-    targets = torch.randint(0, vocabulary, (300,), generator=source)
-    weights = torch.linspace(-1, 1, 300)
-
-    wide = [one.double().requires_grad_() for one in (rows, head.weight.data)]
-    wanted = (wide[0] @ wide[1].T).log_softmax(-1)[torch.arange(300), targets]
-    (weights.double() * wanted).sum().backward()
-
-    head, live = head.bfloat16().cuda(), rows.cuda().requires_grad_()
-    found, entropy = head_logprobs(
-        live, head, targets.cuda(), chunk_rows=64, kernel="cut_cross_entropy"
-    )
-    (weights.cuda() * found).sum().backward()
-    assert torch.allclose(found.double().cpu(), wanted, atol=2e-2)
-    assert torch.equal(entropy, -found)
-    for ours, other in zip((live, head.weight), wide, strict=True):
-        assert ours.grad is not None
-        assert other.grad is not None
-        off = (ours.grad.double().cpu() - other.grad).norm() / other.grad.norm()
-        assert off < 2e-2  # of bfloat16
-
-
-def test_a_step_with_cut_cross_entropy_is_one_with_logits(tmp_path: Path, mesh: DeviceMesh) -> None:
-    pytest.importorskip("cut_cross_entropy", reason="the extra `cut`")
-    save_random(tmp_path / "model", "llama", **SHAPE, **HEADS)
-    one, other = (
-        learner(tmp_path / "model", mesh, compute_dtype="bfloat16", head_kernel=kernel)
-        for kernel in ("torch", "cut_cross_entropy")
-    )
-    batch = make_batch(trajectories(vocabulary=512), 4)
-    expected, found = one.step(batch).figures, other.step(batch).figures
-    for name in ("loss", "grad_norm", "behavior_gap"):
-        assert found[name] == pytest.approx(expected[name], rel=5e-2, abs=1e-3), name

@@ -23,12 +23,14 @@ from benchmarks.processes import running
 from paceline.config import SecurityConfig
 from paceline.local.patience import patient
 from paceline.rpc import EpochGuard, Server, channel, rpc_errors, wait_healthy
+from paceline.rpc.progress import ask_progress
 from paceline.streams import FeatureBatch, encode_features, run_key
 from paceline.tensors import from_numpy, head_hash
 from paceline.trajectory import VersionSet
 from paceline.v1 import drafter_pb2 as pb
 from paceline.v1.drafter_pb2_grpc import DrafterServiceStub
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER
+from paceline.v1.progress_pb2 import Part
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.v1.trajectory_pb2 import VersionSet as VersionSetMessage
 from paceline.v1.weights_pb2_grpc import add_WeightServiceServicer_to_server
@@ -159,11 +161,16 @@ class World:
         )
         return response
 
-    async def status(self) -> pb.GetDrafterStatusResponse:
-        response: pb.GetDrafterStatusResponse = await self.call(
-            "GetDrafterStatus", pb.GetDrafterStatusRequest()
-        )
-        return response
+    async def progress(self) -> Part:
+        """The trainer's own part of its progress."""
+        async with channel(self.address, SECURITY) as peer:
+            return (await ask_progress(peer, patient(10))).parts[0]
+
+    def rank_pids(self) -> list[int]:
+        """Process ids of the ranks, by rank."""
+        ranks = running("paceline.services.drafter_trainer.rank")
+        assert ranks, "no rank runs"
+        return [rank.pid for rank in ranks]
 
     def pushed(self, version: int) -> Path:
         """Spool directory of a drafter at the gateway."""

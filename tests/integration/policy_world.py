@@ -23,7 +23,9 @@ from paceline.config import SecurityConfig
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.rpc import EpochGuard, Server, channel, rpc_errors, wait_healthy
+from paceline.rpc.progress import ask_progress
 from paceline.streams import Ledger, connect, encode_trajectory
+from paceline.training.checkpoints import checkpoint_numbers
 from paceline.trajectory import BranchKey, Trajectory, VersionSet, VersionSpan
 from paceline.v1 import policy_pb2 as pb
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY, WEIGHT_TARGET_POLICY_HEAD
@@ -182,12 +184,20 @@ class World:
                 context = CommandContext(run_id=self.run, step=version - 1, epoch=1)
                 await commit_versions(peer, context, VersionSet(seq=version, policy=version))
 
-    async def status(self) -> pb.GetPolicyStatusResponse:
+    async def counts(self) -> dict[str, int]:
+        """The trainer's progress: its last RL step, and trained trajectories."""
         async with channel(self.address, SECURITY) as peer:
-            response: pb.GetPolicyStatusResponse = await PolicyServiceStub(peer).GetPolicyStatus(
-                pb.GetPolicyStatusRequest(), timeout=patient(10)
-            )
-            return response
+            return dict((await ask_progress(peer, patient(10))).parts[0].counts)
+
+    def rank_pids(self) -> list[int]:
+        """Process ids of the ranks, by rank."""
+        ranks = running("paceline.services.policy_trainer.rank")
+        assert ranks, "no rank runs"
+        return [rank.pid for rank in ranks]
+
+    def checkpoints(self) -> list[int]:
+        """Versions of the whole checkpoints on disk."""
+        return checkpoint_numbers(self.directory / "checkpoints" / "policy", "step-")
 
     async def stop(self, number: int = signal.SIGTERM) -> None:
         if self.process is not None and self.process.returncode is None:

@@ -12,10 +12,9 @@ from integration.drafter_world import POLICY, rows_of_policy
 from paceline.models.config import read_config
 from paceline.services.drafter_trainer.config import BufferConfig, DrafterOptimizerConfig
 from paceline.services.drafter_trainer.gate.evaluate import chain_survival
-from paceline.services.drafter_trainer.learn.heads import load_policy_head
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner
 from paceline.services.drafter_trainer.rows.buffer import FeatureBuffer
-from paceline.services.drafter_trainer.rows.sample import pack, sample_from
+from paceline.services.drafter_trainer.rows.sample import load_policy_head, pack, sample_from
 from paceline.speculators.eagle import EagleNet
 
 

@@ -30,7 +30,7 @@ from paceline.local.user_directory import process_directory
 from paceline.ranks.group import RankGroup, RankLost
 from paceline.ranks.messages import Doing, Save, Saved
 from paceline.ranks.watched import WatchedRanks
-from paceline.services.policy_trainer.messages import MESSAGES, Message, Progress, Started
+from paceline.services.policy_trainer.messages import MESSAGES, Message, Progress, Stepped
 
 BEAT_S = LIMIT_S / 6
 IMPORTS = os.pathsep.join([str(Path(__file__).parent), *sys.path])
@@ -70,18 +70,15 @@ async def test_a_live_rank_with_many_unread_messages_is_not_lost(ranks: RankGrou
     assert answers[0] == answers[1] == [b"%d" % number for number in range(count)]
 
 
-STANDS = MESSAGES.encode(Started(Progress())).decode()
+STANDS = MESSAGES.encode(Stepped(0, Progress())).decode()
 
 
 def watching(group: RankGroup, start_deadline_s: float = 0.0) -> WatchedRanks[Message]:
-    async def started() -> None: ...
-
     return WatchedRanks(
         group,
         MESSAGES,
         service="policy_trainer",
         start_deadline_s=start_deadline_s or patient(20.0),
-        on_start=started,
         on_message=lambda message: None,
     )
 
@@ -89,12 +86,12 @@ def watching(group: RankGroup, start_deadline_s: float = 0.0) -> WatchedRanks[Me
 async def test_a_service_takes_commands_once_it_knows_where_its_ranks_stand(
     tmp_path: Path,
 ) -> None:
-    stand = Started(Progress(policy_version=2))
+    stand = Stepped(0, Progress(policy_version=2))
     said = [Doing("trains micro-batch 1 of 2"), Doing("trains micro-batch 2 of 2"), stand]
     news = b"\n".join(map(MESSAGES.encode, said)).decode()
     order: list[object] = []
 
-    async def started() -> None:
+    def started() -> None:
         order.append("start")
 
     watched = WatchedRanks(
@@ -109,7 +106,7 @@ async def test_a_service_takes_commands_once_it_knows_where_its_ranks_stand(
     await watched.wait_ready(patient(20.0))
     assert order == [stand, "start"]
     watching.cancel()
-    await watched.stop(2.0)
+    await watched.group.stop(2.0)
 
 
 class Unlucky(RankGroup):
@@ -139,11 +136,11 @@ async def test_ranks_that_never_start_again_are_given_up_however_long_each_start
     watched = watching(group)
     supervision = asyncio.create_task(watched.supervise())
     await watched.wait_ready(patient(20.0))
-    watched.kill()
+    watched.group.kill()
     with pytest.raises(Unavailable, match="no memory"):
         await asyncio.wait_for(supervision, patient(20.0))
     assert group.starts == 6
-    await watched.stop(2.0)
+    await watched.group.stop(2.0)
 
 
 async def test_ranks_know_their_places_and_the_file_they_meet_at(ranks: RankGroup) -> None:
@@ -280,10 +277,10 @@ async def test_ranks_that_start_for_longer_than_the_deadline_are_awaited_while_t
         seen.add(watched.parts({})[1].doing.partition(",")[0])
         with suppress(Unavailable):
             await watched.wait_ready(0.1)
-    assert watched.pids
+    assert watched.group.pids
     assert ("loads" in seen) == (how == "reports"), "progress is shown while the ranks start"
     supervising.cancel()
-    await watched.stop(2.0)
+    await watched.group.stop(2.0)
 
 
 @pytest.mark.slow
@@ -318,7 +315,7 @@ async def test_a_command_may_take_longer_than_its_deadline_while_ranks_report_pr
     assert reporting.done()
     assert time.monotonic() - began > 2.5
     supervising.cancel()
-    await watched.stop(2.0)
+    await watched.group.stop(2.0)
 
 
 def test_ranks_die_with_a_killed_parent(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from unit.drafter_trainer.samples import TARGET, batch
 from watched_stream import WatchedStream
 
 from paceline.local.patience import patient
-from paceline.services.drafter_trainer.rows.feed import CONSUMER, GROUP, RowFeed
 from paceline.services.drafter_trainer.rows.sample import FeatureSample
+from paceline.services.drafter_trainer.rows.store import CONSUMER, GROUP, RowFeed
 from paceline.streams import connect, encode_features, run_key
 
 

@@ -4,7 +4,7 @@ run.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -47,11 +47,13 @@ class WatchedRanks(Generic[M]):
         *,
         service: str,
         start_deadline_s: float,
-        on_start: Callable[[], Awaitable[None]],
         on_message: Callable[[M], None],
+        on_start: Callable[[], None] = lambda: None,
         on_lost: Callable[[PacelineError], None] = lambda error: None,
     ) -> None:
-        self._group, self._messages = group, messages
+        self._messages = messages
+        self.group = group
+        """The ranks; supervision restarts them after a kill."""
         self._start_deadline_s = start_deadline_s
         self._news: dict[int, asyncio.Queue[M | PacelineError]] = {}  # replies by command id
         self._commands = count(1)
@@ -61,12 +63,7 @@ class WatchedRanks(Generic[M]):
         self._lost_s: float | None = None  # time of the loss, until the ranks are back
         self._service = Activity(service)
         self._doing = Activity(f"{service} ranks")
-        group.on_progress = self._take_progress
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the ranks, by rank."""
-        return self._group.pids
+        group.on_progress = lambda rank, data: self._note_progress(messages.decode(data))
 
     @property
     def ready(self) -> bool:
@@ -82,9 +79,9 @@ class WatchedRanks(Generic[M]):
         """Progress of the service and of its ranks. During a command the service waits for its
         ranks.
         """
-        trouble = stopped(self._group.pids) or ("" if self.ready else "they are being started")
+        trouble = stopped(self.group.pids) or ("" if self.ready else "they are being started")
         # the ranks' spans belong to other processes
-        ranks = self._doing.part({"ranks": len(self.pids)}, trouble=trouble)
+        ranks = self._doing.part({"ranks": len(self.group.pids)}, trouble=trouble)
         ranks.ClearField("last_span")
         ranks.still_s = self._still_s
         service = self._service.part(counts)
@@ -94,7 +91,7 @@ class WatchedRanks(Generic[M]):
     @property
     def _still_s(self) -> float:
         """Counted seconds since the ranks' last progress."""
-        return min(time.monotonic() - self._doing.moved_s, self._group.still_s)
+        return min(time.monotonic() - self._doing.moved_s, self.group.still_s)
 
     async def supervise(self) -> None:
         """Starts the ranks, and restarts the group after each loss.
@@ -166,12 +163,12 @@ class WatchedRanks(Generic[M]):
             for task in (stopped, supervision):
                 task.cancel()
             await asyncio.gather(stopped, supervision, return_exceptions=True)
-            await self.stop(grace_s)
+            await self.group.stop(grace_s)
             await server.stop(_LAST_WORDS_S)
 
     def send(self, message: M) -> None:
         """Sends one message to every rank. Raises RankLost if a rank is gone."""
-        self._group.send(self._messages.encode(message))
+        self.group.send(self._messages.encode(message))
 
     async def run(self, command: Any, last: type[Any], deadline_s: float) -> AsyncGenerator[Any]:
         """Sends a command under a new id and yields its replies, up to the first of type `last`.
@@ -199,19 +196,12 @@ class WatchedRanks(Generic[M]):
             del self._news[number]
             self.works_on("")
 
-    def kill(self) -> None:
-        """Sends SIGKILL to every rank; supervision restarts the group."""
-        self._group.kill()
-
-    async def stop(self, grace_s: float) -> None:
-        """Stops all ranks; cancel `supervise` first."""
-        await self._group.stop(grace_s)
-
     async def _start(self) -> None:
-        await self._group.start(self._start_deadline_s)
-        while not self._take(*await self._group.receive(self._start_deadline_s)):
+        await self.group.start(self._start_deadline_s)
+        while not self._take(*await self.group.receive(self._start_deadline_s)):
             pass  # work before the first position report, such as a replay
-        await self._on_start()
+        self._on_start()
+        _log.info("ranks_ready", pids=self.group.pids)
         self._ready.set()
         self._show_health(True)
         if self._lost_s is not None:
@@ -230,36 +220,30 @@ class WatchedRanks(Generic[M]):
         for news in self._news.values():
             news.put_nowait(Unavailable(lost, reason=error.reason))
         self._on_lost(error)
-        await self._group.end_ranks(0.0)
+        await self.group.end_ranks(0.0)
 
     async def _listen(self) -> None:
         """Dispatches messages for ever; ends with RankLost, which it raises."""
         while True:
             try:
-                rank, data = await self._group.receive(_IDLE_S)
+                rank, data = await self.group.receive(_IDLE_S)
             except DeadlineExceeded:
                 continue
             self._take(rank, data)
 
-    def _take_progress(self, rank: int, data: bytes) -> bool:
-        """Dispatches a progress report during the start; returns False for other messages, which
-        wait.
-        """
-        progress = isinstance(self._messages.decode(data), Doing | Impaired)
-        if progress:
-            self._take(rank, data)
-        return progress
+    def _note_progress(self, message: M) -> bool:
+        """Records a progress report; returns False for any other message."""
+        self._doing.moves()
+        if isinstance(message, Impaired):
+            tell_supervisor("impaired", message.what)
+        elif isinstance(message, Doing) and message.what != self._doing.doing:
+            self._doing.begins(message.what, message.waits_for)
+        return isinstance(message, Doing | Impaired)
 
     def _take(self, rank: int, data: bytes) -> bool:
         """Dispatches a message. Returns False for a progress report, True for any other message."""
         message = self._messages.decode(data)
-        self._doing.moves()
-        if isinstance(message, Impaired):
-            tell_supervisor("impaired", message.what)
-            return False
-        if isinstance(message, Doing):
-            if message.what != self._doing.doing:
-                self._doing.begins(message.what, message.waits_for)
+        if self._note_progress(message):
             return False
         self._on_message(message)
         news = self._news.get(getattr(message, "command_id", 0))

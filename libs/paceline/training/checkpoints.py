@@ -32,6 +32,8 @@ from paceline.whole_files import check_hashes, read_hashes, sync_path, write_has
 
 PREFIX = "checkpoint-"
 SHARDS, STATE = "shards", "state.json"
+KEPT = 2
+"""Number of newest checkpoints kept."""
 DAMAGED = ".damaged"
 """Behind the name of a checkpoint that was found damaged, which nothing reads any more."""
 REPORT_S = 1.0
@@ -42,7 +44,7 @@ _MALFORMED = (OSError, SafetensorError, ValueError, KeyError, TypeError, Attribu
 class CheckpointWriter:
     """Writes one checkpoint at a time, in a thread of each rank, while the ranks continue training.
 
-    `export(state, checkpoint)` runs on rank 0 when the shards are on disk. The newest `keep`
+    `export(state, checkpoint)` runs on rank 0 when the shards are on disk. The newest KEPT
     checkpoints stay.
     """
 
@@ -52,10 +54,8 @@ class CheckpointWriter:
         export: Callable[[dict[str, Any], Path], None],
         *,
         prefix: str = PREFIX,
-        keep: int = 2,
     ) -> None:
         self._directory, self._export, self._prefix = directory, export, prefix
-        self._keep = keep
         self.kept: int | None = None
         """Number of one additional checkpoint that stays."""
         self.written_s = 0.0
@@ -84,7 +84,7 @@ class CheckpointWriter:
     def write(self, state: dict[str, Any], number: int, writing: dist.ProcessGroup | None) -> None:
         """Starts writing `state`, with tensors that must not change any more. Collective.
 
-        `writing`: a gloo group of the writing ranks for this purpose alone; None writes alone.
+        `writing`: a gloo group of the writing ranks for this purpose alone; None: all ranks.
         Waits for the previous write, and raises Unavailable if that has failed.
         """
         self.wait()
@@ -119,7 +119,7 @@ class CheckpointWriter:
         except OSError as error:
             own["failure"] = _cause(error)
         try:
-            written = [own] if writing is None else from_all_ranks(own, writing)
+            written = from_all_ranks(own, writing)
             self._failure = next((one["failure"] for one in written if one["failure"]), None)
             if rank == 0 and self._failure is None:
                 hashes = {one["file"]: one["hash"] for one in written}
@@ -127,8 +127,8 @@ class CheckpointWriter:
                     self._complete(state, hashes, fresh, self.path(number))
                 except (OSError, SafetensorError, RuntimeError, PacelineError) as error:
                     self._failure = _cause(error)
-            if writing is not None:  # no rank writes there again before rank 0 has finished
-                self._failure = from_all_ranks(self._failure, writing)[0]
+            # No rank writes there again before rank 0 has finished.
+            self._failure = from_all_ranks(self._failure, writing)[0]
         except RuntimeError as error:  # from torch: another rank is lost
             self._failure = _cause(error)
         if rank == 0 and self._failure is not None:
@@ -153,7 +153,7 @@ class CheckpointWriter:
             shutil.rmtree(final)
         fresh.rename(final)
         sync_path(self._directory)
-        for old in checkpoint_numbers(self._directory, self._prefix)[: -self._keep]:
+        for old in checkpoint_numbers(self._directory, self._prefix)[:-KEPT]:
             if old != self.kept:
                 shutil.rmtree(self.path(old))
 
@@ -172,10 +172,9 @@ class Resumable:
 
 def find_whole(directory: Path, prefix: str, group: dist.ProcessGroup | None) -> Resumable:
     """Checks the newest checkpoint against its hashes, and earlier ones while it is damaged.
-    Collective over `group`, or by this rank alone. Damaged checkpoints are renamed.
+    Collective over `group`; None: all ranks. Damaged checkpoints are renamed.
     """
-    alone = group is None
-    rank, ranks = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     numbers = checkpoint_numbers(directory, prefix)
     damaged: list[str] = []
     for number in reversed(numbers):
@@ -184,7 +183,7 @@ def find_whole(directory: Path, prefix: str, group: dist.ProcessGroup | None) ->
             check_hashes(checkpoint, rank, ranks)
         except DataLoss as error:
             fault = str(error)
-        faults = [fault] if alone else from_all_ranks(fault, group)
+        faults = from_all_ranks(fault, group)
         if not any(faults):
             return Resumable(checkpoint, tuple(damaged), numbers[-1])
         damaged.append(next(filter(None, faults)))
@@ -219,17 +218,12 @@ def read_checkpoint(checkpoint: Path, like: Mapping[str, Any]) -> dict[str, Any]
     return state
 
 
-def read_whole(checkpoint: Path, part: str, like: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The unsharded tensors under `part`, such as "learner/model", on this rank alone. Raises
-    DataLoss.
-    """
-    return dict(read_each_whole(checkpoint, part, like))
-
-
 def read_each_whole(
     checkpoint: Path, part: str, like: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """As read_whole, sorted by name, one tensor at a time to save memory."""
+    """The unsharded tensors under `part`, such as "learner/model", sorted by name, one at a time to
+    save memory, on this rank alone. Raises DataLoss.
+    """
     found = {name: tensor for name, tensor in tensors_of(like) if name.startswith(part + "/")}
     with _loading(checkpoint):
         for name, tensor in read_each(_shard_files(checkpoint), found):
@@ -239,10 +233,8 @@ def read_each_whole(
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """The part of the state that is not tensors. Raises DataLoss if it is damaged."""
     check_hashes(checkpoint, only=STATE)
-    try:
+    with _loading(checkpoint):
         state: dict[str, Any] = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-    except _MALFORMED as error:
-        raise DataLoss(f"the checkpoint {checkpoint} does not load", seen=_cause(error)) from error
     return state
 
 

@@ -1,7 +1,6 @@
 """Frees the device memory of tensors while another process computes on the device."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -9,43 +8,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from paceline.training.shards import local_of
-
-
-@dataclass(frozen=True, slots=True)
-class Aside:
-    """A tensor's values while its device memory is free."""
-
-    copy: Tensor
-    nbytes: int
-    """Bytes of its storage: shards are padded beyond the tensor's view."""
-
-
-def lay_aside(
-    tensors: Mapping[str, Tensor], into: Mapping[str, Aside] | None = None
-) -> dict[str, Aside]:
-    """Copies tensors to the CPU (pinned with CUDA) and frees their device memory; each tensor has
-    its own storage. `into`: the result of an earlier call, which is overwritten.
-
-    The tensors keep their identity, so views and the optimiser's references stay valid.
-    """
-    aside = {}
-    for key, tensor in tensors.items():
-        if into is None:
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        else:
-            copy = into[key].copy
-        aside[key] = Aside(copy.copy_(tensor.detach()), tensor.untyped_storage().nbytes())
-    for tensor in tensors.values():
-        tensor.untyped_storage().resize_(0)
-    return aside
-
-
-@torch.no_grad()
-def bring_back(tensors: Mapping[str, Tensor], aside: Mapping[str, Aside]) -> None:
-    """Undoes `lay_aside`."""
-    for key, tensor in tensors.items():
-        tensor.untyped_storage().resize_(aside[key].nbytes)
-        tensor.copy_(aside[key].copy)
 
 
 def give_back_cached() -> None:
@@ -58,25 +20,39 @@ def give_back_cached() -> None:
 
 
 class Offload:
-    """Tensors that leave their device and return together, including sharded and quantised ones."""
+    """Tensors that leave their device and return together, including sharded and quantised ones.
+
+    They keep their identity, so views and the optimiser's references stay valid.
+    """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._parts = {_key(part): part for tensor in tensors for part in _plain_parts(tensor)}
-        self._aside: dict[str, Aside] | None = None
+        self._copies: dict[str, Tensor] = {}  # on the CPU, pinned with CUDA
+        self._nbytes: dict[str, int] = {}  # of each storage: shards are padded beyond their view
         self._away = False
 
+    @torch.no_grad()
     def leave(self) -> None:
         """Copies the values to the CPU and frees the device memory."""
-        if not self._away:
-            self._aside = lay_aside(self._parts, self._aside)
-            self._away = True
-            give_back_cached()
+        if self._away:
+            return
+        for key, tensor in self._parts.items():
+            if key not in self._copies:
+                pinned = tensor.is_cuda
+                self._copies[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            self._copies[key].copy_(tensor)
+            self._nbytes[key] = tensor.untyped_storage().nbytes()
+            tensor.untyped_storage().resize_(0)
+        self._away = True
+        give_back_cached()
 
+    @torch.no_grad()
     def enter(self) -> None:
         """Undoes `leave`."""
         if self._away:
-            assert self._aside is not None
-            bring_back(self._parts, self._aside)
+            for key, tensor in self._parts.items():
+                tensor.untyped_storage().resize_(self._nbytes[key])
+                tensor.copy_(self._copies[key])
             self._away = False
 
     def numbers(self, tensor: Tensor) -> Tensor:
@@ -86,8 +62,7 @@ class Offload:
             return part
         if is_traceable_wrapper_subclass(part):
             return _rebuilt(part, {name: self.numbers(one) for name, one in _inner(part)})
-        assert self._aside is not None
-        return self._aside[_key(part)].copy
+        return self._copies[_key(part)]
 
 
 def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:

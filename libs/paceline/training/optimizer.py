@@ -18,7 +18,7 @@ from paceline.config import OptimizerConfig
 from paceline.errors import ConfigError
 from paceline.models.products import linear
 from paceline.training.checkpoints import copy_local, copy_on_cpu
-from paceline.training.shards import local_of, local_rows
+from paceline.training.shards import local_of, local_rows, tensors_of
 
 MOMENTUM = "exp_avg"
 """Name of the state: an exponential average of gradients, like AdamW's first moment."""
@@ -92,21 +92,8 @@ class Muon(Optimizer):
     matrix.
     """
 
-    def __init__(
-        self,
-        matrices: Iterable[Tensor],
-        *,
-        lr: float,
-        momentum: float,
-        weight_decay: float,
-        iterations: int,
-    ) -> None:
-        settings: dict[str, Any] = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "iterations": iterations,
-        }
+    def __init__(self, matrices: Iterable[Tensor], **settings: Any) -> None:
+        """`settings`: lr, momentum, weight_decay and iterations."""
         super().__init__(matrices, settings)
         for group in self.param_groups:
             for matrix in group["params"]:
@@ -184,7 +171,6 @@ def quantised_adamw(
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_EPS = 1e-8  # added to the root of the second moment; torch's default
 
 
 class NamedOptimizer:
@@ -252,51 +238,41 @@ class NamedOptimizer:
         self.forget()
         return norm
 
+    def named(self) -> dict[str, Tensor]:
+        """Parameters and moments, live, by "model/<name>" and "optimizer/<name>/<moment>"."""
+        found = {f"model/{name}": value for name, value in self.parameters.items()}
+        for name in self.parameters:
+            found |= {f"optimizer/{name}/{key}": one for key, one in self.moments(name).items()}
+        return found
+
     def state(
         self,
         mesh: DeviceMesh | None,
         into: Mapping[str, Any] | None = None,
         numbers: Callable[[Tensor], Tensor] = local_of,
     ) -> dict[str, Any]:
-        """Copies of this rank's shards in fp32 on the CPU, over `mesh`: "model" and "optimizer" by
-        parameter.
+        """Copies of this rank's shards in fp32 on the CPU, over `mesh`, by the names of `named`.
 
         `into`: an earlier state of these parameters, which is overwritten. `numbers`: returns the
         values of a shard (Offload.numbers).
         """
-        model: Mapping[str, Tensor] = into["model"] if into else {}
-        optimizer: Mapping[str, Mapping[str, Tensor]] = into["optimizer"] if into else {}
-        return {
-            "model": {
-                name: copy_on_cpu(value, mesh, model.get(name), numbers)
-                for name, value in self.parameters.items()
-            },
-            "optimizer": {
-                name: {
-                    key: copy_on_cpu(value, mesh, optimizer.get(name, {}).get(key), numbers)
-                    for key, value in self.moments(name).items()
-                }
-                for name in self.parameters
-            },
-        }
+        old = into or {}
+        live = self.named()
+        return {key: copy_on_cpu(one, mesh, old.get(key), numbers) for key, one in live.items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restores a `state` of the same number of ranks."""
-        for name, parameter in self.parameters.items():
-            copy_local(state["model"][name], parameter)
-            for key, value in self.moments(name).items():
-                copy_local(state["optimizer"][name][key], value)
+        """Restores a `state` of the same number of ranks, nested by the parts of its names or not.
+        Raises KeyError for a missing tensor.
+        """
+        found = dict(tensors_of(state))
+        for key, one in self.named().items():
+            copy_local(found[key], one)
 
 
 def _adamw(
     parameters: list[Tensor], config: OptimizerConfig, moments: Literal["float32", "int8"]
 ) -> Optimizer:
-    settings: dict[str, Any] = {
-        "lr": config.lr,
-        "betas": config.betas,
-        "eps": _EPS,
-        "weight_decay": config.weight_decay,
-    }
+    settings: dict[str, Any] = config.model_dump(include={"lr", "betas", "weight_decay"})
     if moments == "int8":
         return quantised_adamw(parameters, settings, MOMENTS)
     made = AdamW(parameters, **settings, fused=True)

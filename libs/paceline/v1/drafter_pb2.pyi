@@ -86,7 +86,7 @@ class Activated(_message.Message):
     def __init__(self, attach_s: _Optional[float] = ..., world_size: _Optional[int] = ...) -> None: ...
 
 class GateDecision(_message.Message):
-    __slots__ = ("drafter_version", "promoted", "candidate_accept_length", "serving_accept_length", "noise", "policy_version", "positions", "optimizer_steps", "decision", "kind", "candidate_speedup", "serving_speedup", "speedup_noise", "costs_measured", "temperature", "survival", "conditional", "serving_survival")
+    __slots__ = ("drafter_version", "promoted", "candidate_accept_length", "serving_accept_length", "noise", "policy_version", "positions", "optimizer_steps", "decision", "kind", "candidate_speedup", "serving_speedup", "speedup_noise", "costs_measured", "temperature", "survival", "serving_survival")
     DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     PROMOTED_FIELD_NUMBER: _ClassVar[int]
     CANDIDATE_ACCEPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -103,7 +103,6 @@ class GateDecision(_message.Message):
     COSTS_MEASURED_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     SURVIVAL_FIELD_NUMBER: _ClassVar[int]
-    CONDITIONAL_FIELD_NUMBER: _ClassVar[int]
     SERVING_SURVIVAL_FIELD_NUMBER: _ClassVar[int]
     drafter_version: int
     promoted: bool
@@ -121,9 +120,8 @@ class GateDecision(_message.Message):
     costs_measured: bool
     temperature: float
     survival: _containers.RepeatedScalarFieldContainer[float]
-    conditional: _containers.RepeatedScalarFieldContainer[float]
     serving_survival: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, drafter_version: _Optional[int] = ..., promoted: _Optional[bool] = ..., candidate_accept_length: _Optional[float] = ..., serving_accept_length: _Optional[float] = ..., noise: _Optional[float] = ..., policy_version: _Optional[int] = ..., positions: _Optional[int] = ..., optimizer_steps: _Optional[int] = ..., decision: _Optional[str] = ..., kind: _Optional[str] = ..., candidate_speedup: _Optional[float] = ..., serving_speedup: _Optional[float] = ..., speedup_noise: _Optional[float] = ..., costs_measured: _Optional[bool] = ..., temperature: _Optional[float] = ..., survival: _Optional[_Iterable[float]] = ..., conditional: _Optional[_Iterable[float]] = ..., serving_survival: _Optional[_Iterable[float]] = ...) -> None: ...
+    def __init__(self, drafter_version: _Optional[int] = ..., promoted: _Optional[bool] = ..., candidate_accept_length: _Optional[float] = ..., serving_accept_length: _Optional[float] = ..., noise: _Optional[float] = ..., policy_version: _Optional[int] = ..., positions: _Optional[int] = ..., optimizer_steps: _Optional[int] = ..., decision: _Optional[str] = ..., kind: _Optional[str] = ..., candidate_speedup: _Optional[float] = ..., serving_speedup: _Optional[float] = ..., speedup_noise: _Optional[float] = ..., costs_measured: _Optional[bool] = ..., temperature: _Optional[float] = ..., survival: _Optional[_Iterable[float]] = ..., serving_survival: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Detached(_message.Message):
     __slots__ = ("reason", "steps", "micro_batches", "tokens", "loss", "busy_s", "total_steps", "dropped", "first_step_s")
@@ -167,38 +165,6 @@ class PreemptResponse(_message.Message):
     stopped_after_s: float
     was_active: bool
     def __init__(self, stopped_after_s: _Optional[float] = ..., was_active: _Optional[bool] = ...) -> None: ...
-
-class GetDrafterStatusRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class GetDrafterStatusResponse(_message.Message):
-    __slots__ = ("drafter_version", "total_steps", "total_tokens", "buffer_samples", "buffer_bytes", "active_epoch", "lm_head_hashes", "rank_pids", "serving_version", "frozen", "checkpoint_steps", "checkpoint_stall_s")
-    DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
-    TOTAL_STEPS_FIELD_NUMBER: _ClassVar[int]
-    TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    BUFFER_SAMPLES_FIELD_NUMBER: _ClassVar[int]
-    BUFFER_BYTES_FIELD_NUMBER: _ClassVar[int]
-    ACTIVE_EPOCH_FIELD_NUMBER: _ClassVar[int]
-    LM_HEAD_HASHES_FIELD_NUMBER: _ClassVar[int]
-    RANK_PIDS_FIELD_NUMBER: _ClassVar[int]
-    SERVING_VERSION_FIELD_NUMBER: _ClassVar[int]
-    FROZEN_FIELD_NUMBER: _ClassVar[int]
-    CHECKPOINT_STEPS_FIELD_NUMBER: _ClassVar[int]
-    CHECKPOINT_STALL_S_FIELD_NUMBER: _ClassVar[int]
-    drafter_version: int
-    total_steps: int
-    total_tokens: int
-    buffer_samples: int
-    buffer_bytes: int
-    active_epoch: int
-    lm_head_hashes: _containers.RepeatedScalarFieldContainer[str]
-    rank_pids: _containers.RepeatedScalarFieldContainer[int]
-    serving_version: int
-    frozen: bool
-    checkpoint_steps: int
-    checkpoint_stall_s: float
-    def __init__(self, drafter_version: _Optional[int] = ..., total_steps: _Optional[int] = ..., total_tokens: _Optional[int] = ..., buffer_samples: _Optional[int] = ..., buffer_bytes: _Optional[int] = ..., active_epoch: _Optional[int] = ..., lm_head_hashes: _Optional[_Iterable[str]] = ..., rank_pids: _Optional[_Iterable[int]] = ..., serving_version: _Optional[int] = ..., frozen: _Optional[bool] = ..., checkpoint_steps: _Optional[int] = ..., checkpoint_stall_s: _Optional[float] = ...) -> None: ...
 
 class SaveDrafterCheckpointRequest(_message.Message):
     __slots__ = ("context",)

@@ -50,11 +50,6 @@ class DrafterServiceStub:
                 request_serializer=paceline_dot_v1_dot_drafter__pb2.PreemptRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_drafter__pb2.PreemptResponse.FromString,
                 _registered_method=True)
-        self.GetDrafterStatus = channel.unary_unary(
-                '/paceline.v1.DrafterService/GetDrafterStatus',
-                request_serializer=paceline_dot_v1_dot_drafter__pb2.GetDrafterStatusRequest.SerializeToString,
-                response_deserializer=paceline_dot_v1_dot_drafter__pb2.GetDrafterStatusResponse.FromString,
-                _registered_method=True)
         self.SaveDrafterCheckpoint = channel.unary_unary(
                 '/paceline.v1.DrafterService/SaveDrafterCheckpoint',
                 request_serializer=paceline_dot_v1_dot_drafter__pb2.SaveDrafterCheckpointRequest.SerializeToString,
@@ -87,13 +82,6 @@ class DrafterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GetDrafterStatus(self, request, context):
-        """State of the trainer.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def SaveDrafterCheckpoint(self, request, context):
         """Writes a checkpoint now.
         """
@@ -118,11 +106,6 @@ def add_DrafterServiceServicer_to_server(servicer, server):
                     servicer.Preempt,
                     request_deserializer=paceline_dot_v1_dot_drafter__pb2.PreemptRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_drafter__pb2.PreemptResponse.SerializeToString,
-            ),
-            'GetDrafterStatus': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetDrafterStatus,
-                    request_deserializer=paceline_dot_v1_dot_drafter__pb2.GetDrafterStatusRequest.FromString,
-                    response_serializer=paceline_dot_v1_dot_drafter__pb2.GetDrafterStatusResponse.SerializeToString,
             ),
             'SaveDrafterCheckpoint': grpc.unary_unary_rpc_method_handler(
                     servicer.SaveDrafterCheckpoint,
@@ -212,33 +195,6 @@ class DrafterService:
             '/paceline.v1.DrafterService/Preempt',
             paceline_dot_v1_dot_drafter__pb2.PreemptRequest.SerializeToString,
             paceline_dot_v1_dot_drafter__pb2.PreemptResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GetDrafterStatus(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/paceline.v1.DrafterService/GetDrafterStatus',
-            paceline_dot_v1_dot_drafter__pb2.GetDrafterStatusRequest.SerializeToString,
-            paceline_dot_v1_dot_drafter__pb2.GetDrafterStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -141,23 +141,3 @@ class SavePolicyCheckpointResponse(_message.Message):
     path: str
     policy_version: int
     def __init__(self, path: _Optional[str] = ..., policy_version: _Optional[int] = ...) -> None: ...
-
-class GetPolicyStatusRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class GetPolicyStatusResponse(_message.Message):
-    __slots__ = ("policy_version", "step", "checkpoint_version", "trajectories_trained", "ranks", "rank_pids")
-    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
-    STEP_FIELD_NUMBER: _ClassVar[int]
-    CHECKPOINT_VERSION_FIELD_NUMBER: _ClassVar[int]
-    TRAJECTORIES_TRAINED_FIELD_NUMBER: _ClassVar[int]
-    RANKS_FIELD_NUMBER: _ClassVar[int]
-    RANK_PIDS_FIELD_NUMBER: _ClassVar[int]
-    policy_version: int
-    step: int
-    checkpoint_version: int
-    trajectories_trained: int
-    ranks: int
-    rank_pids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, policy_version: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint_version: _Optional[int] = ..., trajectories_trained: _Optional[int] = ..., ranks: _Optional[int] = ..., rank_pids: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -45,11 +45,6 @@ class PolicyServiceStub:
                 request_serializer=paceline_dot_v1_dot_policy__pb2.SavePolicyCheckpointRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_policy__pb2.SavePolicyCheckpointResponse.FromString,
                 _registered_method=True)
-        self.GetPolicyStatus = channel.unary_unary(
-                '/paceline.v1.PolicyService/GetPolicyStatus',
-                request_serializer=paceline_dot_v1_dot_policy__pb2.GetPolicyStatusRequest.SerializeToString,
-                response_deserializer=paceline_dot_v1_dot_policy__pb2.GetPolicyStatusResponse.FromString,
-                _registered_method=True)
 
 
 class PolicyServiceServicer:
@@ -70,13 +65,6 @@ class PolicyServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GetPolicyStatus(self, request, context):
-        """State of the trainer.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_PolicyServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -89,11 +77,6 @@ def add_PolicyServiceServicer_to_server(servicer, server):
                     servicer.SavePolicyCheckpoint,
                     request_deserializer=paceline_dot_v1_dot_policy__pb2.SavePolicyCheckpointRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_policy__pb2.SavePolicyCheckpointResponse.SerializeToString,
-            ),
-            'GetPolicyStatus': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetPolicyStatus,
-                    request_deserializer=paceline_dot_v1_dot_policy__pb2.GetPolicyStatusRequest.FromString,
-                    response_serializer=paceline_dot_v1_dot_policy__pb2.GetPolicyStatusResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -151,33 +134,6 @@ class PolicyService:
             '/paceline.v1.PolicyService/SavePolicyCheckpoint',
             paceline_dot_v1_dot_policy__pb2.SavePolicyCheckpointRequest.SerializeToString,
             paceline_dot_v1_dot_policy__pb2.SavePolicyCheckpointResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GetPolicyStatus(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/paceline.v1.PolicyService/GetPolicyStatus',
-            paceline_dot_v1_dot_policy__pb2.GetPolicyStatusRequest.SerializeToString,
-            paceline_dot_v1_dot_policy__pb2.GetPolicyStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -88,12 +88,7 @@ class Judgement:
 
 
 def judge(
-    candidate: Chain,
-    serving: Chain,
-    groups: npt.NDArray[np.int64],
-    *,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
+    candidate: Chain, serving: Chain, groups: npt.NDArray[np.int64], *, resamples: int = RESAMPLES
 ) -> Judgement:
     """Compares two drafters position by position; `groups` [N] is the sibling group of each
     position.
@@ -101,23 +96,24 @@ def judge(
     Positions of one sequence depend on each other, and sequences of one prompt are similar. So
     whole groups are resampled (paired bootstrap; Efron & Tibshirani 1993, chapter 8).
     """
-    count = len(np.unique(groups))
-    survival = [one.accepted.mean(axis=0) for one in (candidate, serving)]
-    drawn = [_resampled(one, groups, resamples, seed) for one in (candidate, serving)]
+    count, chains = len(np.unique(groups)), (candidate, serving)
+    survival = [one.accepted.mean(axis=0) for one in chains]
+    drawn = [_resampled(one, groups, resamples) for one in chains]
     lengths = [1.0 + resampled.sum(axis=1) for resampled in drawn]
-    speedups = [
-        speedup(resampled, one.size_groups)
-        for resampled, one in zip(drawn, (candidate, serving), strict=True)
-    ]
-    sizes_of = (candidate.size_groups, serving.size_groups)
-    own, own_drawn = (list(map(own_speed, of, sizes_of)) for of in (survival, drawn))
+
+    def speeds(survivals: Sequence[Floats], *, alone: bool = False) -> list[Floats]:
+        pairs = zip(survivals, chains, strict=True)
+        return [speedup(each, one.size_groups, alone=alone) for each, one in pairs]
+
+    speeds_now, speedups = speeds(survival), speeds(drawn)
+    own, own_drawn = speeds(survival, alone=True), speeds(drawn, alone=True)
     return Judgement(
         candidate=1.0 + float(survival[0].sum()),
         serving=1.0 + float(survival[1].sum()),
         noise=_half_width(lengths[0] - lengths[1], count),
         positions=len(candidate.accepted),
-        candidate_speedup=float(speedup(survival[0], candidate.size_groups)),
-        serving_speedup=float(speedup(survival[1], serving.size_groups)),
+        candidate_speedup=float(speeds_now[0]),
+        serving_speedup=float(speeds_now[1]),
         speedup_noise=_half_width(speedups[0] - speedups[1], count),
         serving_noise=_half_width(lengths[1], count),
         survival=tuple(survival[0].tolist()),
@@ -127,29 +123,25 @@ def judge(
     )
 
 
-def _resampled(chain: Chain, groups: npt.NDArray[np.int64], resamples: int, seed: int) -> Floats:
-    """Survivals [resamples, K] of resampled groups; equal arguments give every chain the same
-    groups.
-    """
+def _resampled(chain: Chain, groups: npt.NDArray[np.int64], resamples: int) -> Floats:
+    """Survivals [resamples, K] of resampled groups, the same groups for every chain."""
     _, index = np.unique(groups, return_inverse=True)
     sizes = np.bincount(index).astype(np.float64)
-    draws = np.random.default_rng(seed).integers(0, len(sizes), size=(resamples, len(sizes)))
+    draws = np.random.default_rng(0).integers(0, len(sizes), size=(resamples, len(sizes)))
     sums = np.stack([np.bincount(index, weights=column) for column in chain.accepted.T], axis=1)
     found: Floats = sums[draws].sum(axis=1) / sizes[draws].sum(axis=1)[:, None]
     return found
 
 
-def speedup(survival: Floats, size_groups: Sequence[SizeGroup]) -> Floats:
-    """Engine speed by survival, [..., K] -> [...], relative to plain decoding."""
-    parts = [one.share * np.maximum(_speed(survival, one), one.rival) for one in size_groups]
-    whole: Floats = np.sum(parts, axis=0)
-    return whole
-
-
-def own_speed(survival: Floats, size_groups: Sequence[SizeGroup]) -> Floats:
-    """The drafter's own speed in the same form."""
-    whole: Floats = np.sum([one.share * _speed(survival, one) for one in size_groups], axis=0)
-    return whole
+def speedup(survival: Floats, size_groups: Sequence[SizeGroup], *, alone: bool = False) -> Floats:
+    """Speed by survival, [..., K] -> [...], relative to plain decoding: of the engine, or `alone`
+    of the drafter.
+    """
+    found: Floats = np.zeros(survival.shape[:-1])
+    for one in size_groups:
+        speed = _speed(survival, one)
+        found = found + one.share * (speed if alone else np.maximum(speed, one.rival))
+    return found
 
 
 def _speed(survival: Floats, size_group: SizeGroup) -> Floats:
@@ -193,8 +185,14 @@ class MeasuredCosts:
                 for kind in kinds:
                     found[kind].append(SizeGroup(one.share, costs[kind], one.rival))
         if not all(found.values()):
-            return {kind: [SizeGroup(1.0, self._configured())] for kind in kinds}, False
-        return {kind: _normalised(own) for kind, own in found.items()}, True
+            each = self._config.verify_cost + self._config.draft_cost
+            drafts = range(1, self._config.draft_steps + 1)
+            configured = {count: 1.0 + count * each for count in drafts}
+            return {kind: [SizeGroup(1.0, configured)] for kind in kinds}, False
+        for kind, own in found.items():
+            whole = sum(one.share for one in own) or 1.0
+            found[kind] = [SizeGroup(one.share / whole, one.costs, one.rival) for one in own]
+        return found, True
 
     def _chains(self, costs: Mapping[str, float]) -> dict[str, dict[int, float]]:
         """By kind and number of drafts; trees are left out."""
@@ -206,12 +204,3 @@ class MeasuredCosts:
             if 1 <= name.shape.steps <= self._config.draft_steps:
                 chains.setdefault(name.speculator, {})[name.shape.steps] = cost
         return chains
-
-    def _configured(self) -> dict[int, float]:
-        each = self._config.verify_cost + self._config.draft_cost
-        return {drafts: 1.0 + drafts * each for drafts in range(1, self._config.draft_steps + 1)}
-
-
-def _normalised(size_groups: Sequence[SizeGroup]) -> list[SizeGroup]:
-    whole = sum(one.share for one in size_groups) or 1.0
-    return [SizeGroup(one.share / whole, one.costs, one.rival) for one in size_groups]

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from paceline.services.drafter_trainer.config import GateConfig
 from paceline.services.drafter_trainer.gate.comparison import Floats
-from paceline.services.drafter_trainer.learn.heads import PolicyHead
-from paceline.services.drafter_trainer.rows.sample import FeatureSample, pack
+from paceline.services.drafter_trainer.rows.sample import FeatureSample, PolicyHead, pack
 from paceline.speculators.net import DraftNet
 from paceline.speculators.packed import PackedRow
 
@@ -134,23 +133,16 @@ def survival_in_pieces(
                 logits = net.draft_logits(step, states[own])
                 tokens = row.draft_tokens[there[part]].clamp(min=0)
                 if sampled:
-                    judge = _sampled(logits.double() / temperature, target[there[part]], tokens)
+                    heated = logits.double() / temperature
+                    alpha, follows = _sampled(heated, target[there[part]], tokens)
                 else:
-                    judge = _greedy(logits, target, there[part], tokens)
-                alpha, follows = judge
+                    drafts = logits.argmax(-1)
+                    alpha, follows = target[there[part], drafts].exp(), (drafts == tokens).double()
                 found[part] = reached[part] * alpha * possible[part]
                 reached[part] *= follows * possible[part]
             yield
 
     return torch.stack([*survival.values()], dim=1)[drawn]
-
-
-def _greedy(logits: Tensor, target: Tensor, there: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """alpha and w of N greedy drafts, each float64 [N]. target [T, V] is log p; `there` [N] are its
-    rows.
-    """
-    drafts = logits.argmax(-1)
-    return target[there, drafts].exp(), (drafts == tokens).double()
 
 
 def _sampled(logits: Tensor, target: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

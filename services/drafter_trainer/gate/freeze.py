@@ -82,7 +82,7 @@ class Freeze:
         if self.baseline is None:
             return False
         self._looks += 1
-        fallen = self.baseline.length - length > math.hypot(self.baseline.noise, noise)
+        fallen = has_fallen((self.baseline.length, self.baseline.noise), (length, noise))
         if not fallen and self._looks < self._patience:
             return False
         self._patience *= 2
@@ -129,20 +129,11 @@ HURRIED = 8
 """Judgements after a fall that do not wait for optimiser steps."""
 
 
-class ServedLength:
-    """The serving drafter's acceptance length at its last judgement."""
-
-    def __init__(self) -> None:
-        self._last = math.nan
-        self._noise = 0.0
-
-    def falls_to(self, length: float, noise: float) -> bool:
-        """Records a judgement with the half-width of its 95 % interval. Returns True if the length
-        is below the previous one by more than the noise of both.
-        """
-        fallen = self._last - length > math.hypot(self._noise, noise)  # not the first
-        self._last, self._noise = length, noise
-        return fallen
+def has_fallen(before: tuple[float, float], now: tuple[float, float]) -> bool:
+    """Whether a length is below an earlier one by more than the noise of both. Both are (length,
+    half-width of its 95 % interval); an earlier length of NaN is unknown.
+    """
+    return before[0] - now[0] > math.hypot(before[1], now[1])
 
 
 class Hurry:

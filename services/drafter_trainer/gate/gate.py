@@ -2,18 +2,21 @@
 engine, and freezes training that gains nothing.
 """
 
+import math
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
 from paceline.services.drafter_trainer.gate import comparison, evaluate, freeze, round
-from paceline.services.drafter_trainer.learn.heads import PolicyHead
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner
 from paceline.services.drafter_trainer.learn.membership import announce
-from paceline.services.drafter_trainer.rows.sample import FeatureSample
+from paceline.services.drafter_trainer.rows.sample import FeatureSample, PolicyHead
 from paceline.services.drafter_trainer.rows.store import RowStore
 from paceline.telemetry import get_logger
 
@@ -48,7 +51,8 @@ class PublishGate:
         self.costs = comparison.MeasuredCosts(config.gate)
         self.serving = round.DrafterState(0, learner.snapshot())
         self._first = self.serving.net if self._warm_start else None
-        self._served, self._hurry = freeze.ServedLength(), freeze.Hurry()
+        self._served = (math.nan, 0.0)  # length and noise at the serving drafter's last judgement
+        self._hurry = freeze.Hurry()
         self.next_version = max([0, *candidates.versions]) + 1
 
     @property
@@ -68,7 +72,7 @@ class PublishGate:
         self._hurry.rolled_out(command.accept_lengths)
         self._handed_over = False
         untold, self._untold = self._untold, []
-        return [replace(decision, epoch=command.epoch) for decision in untold]
+        return untold
 
     def due(self) -> bool:
         """Whether a round should start: of candidates, or of the serving drafter alone while
@@ -93,18 +97,12 @@ class PublishGate:
         if not self._enough(samples):
             return
         self._hurry.begun(samples[-1].policy_version)
-        heads = self._rows.heads.snapshot()
-        candidates = [] if self.frozen else self._snapshots()
+        heads = dict(self._rows.heads)
+        candidates = list[round.DrafterState]()
+        if not self.frozen and self._learner.total_steps:
+            announce("snapshot", self._learner.members)
+            candidates = [round.DrafterState(self.next_version, self._learner.snapshot())]
         self._round = self._round_of(samples, heads, candidates)
-
-    def _rivals(self, policy_version: int) -> list[round.DrafterState]:
-        """The serving drafter, and further drafters to beat: the last one rolled back, and one
-        promoted by rows of the same policy version, which will serve next.
-        """
-        if self._promoted is not None and policy_version > self._promoted.policy_version:
-            self._on_its_way = None  # a set has been committed since, with or without it
-        others = (self._taken_back, self._on_its_way)
-        return [self.serving, *(one for one in others if one is not None)]
 
     def _round_of(
         self,
@@ -112,11 +110,19 @@ class PublishGate:
         heads: Mapping[str, PolicyHead],
         candidates: Sequence[round.DrafterState],
     ) -> round.GateRound:
-        rivals = self._rivals(samples[-1].policy_version) if candidates else [self.serving]
-        window = self._config.buffer.window
+        """Candidates are compared with the serving drafter, the last one rolled back, and one that
+        was promoted by rows of the same policy version and will serve next.
+        """
+        if self._promoted and samples[-1].policy_version > self._promoted.policy_version:
+            self._on_its_way = None  # a set has been committed since, with or without it
+        others = (self._taken_back, self._on_its_way) if candidates else ()
+        rivals = [self.serving, *(one for one in others if one is not None)]
+        window, generator = self._config.buffer.window, np.random.default_rng
+        # The judged part of each sample is a stretch, the same for a session each time.
+        parts = [one.window(window, generator(zlib.crc32(one.session.encode()))) for one in samples]
         job = evaluate.GateJob(
             [one.net for one in (*rivals, *candidates)],
-            round.judged_parts(samples, window),
+            parts,
             heads,
             self._settings,
             window,
@@ -125,7 +131,7 @@ class PublishGate:
         steps = self._learner.total_steps
         return round.GateRound(job, tuple(samples), tuple(candidates), tuple(rivals), steps)
 
-    def advance(self, epoch: int) -> list[m.Judged]:
+    def advance(self) -> list[m.Judged]:
         """Measures a piece of the round; returns the decisions after the last piece."""
         now = self._round
         assert now is not None
@@ -140,7 +146,7 @@ class PublishGate:
             decisions = self._decide(now) if now.candidates else decisions
         for decision in decisions:
             round.log_decision(decision)
-        return [replace(decision, epoch=epoch) for decision in decisions]
+        return decisions
 
     def on_serving(self, version: int) -> None:
         """Records the drafter that now serves: a committed promotion, or an older one after a
@@ -190,7 +196,7 @@ class PublishGate:
     # --- a round ----------------------------------------------------------------------------------
 
     def _fresh(self) -> list[FeatureSample]:
-        settings, known = self._settings, self._rows.heads.hashes
+        settings, known = self._settings, self._rows.heads
         with self._rows.locked() as buffer:
             if self.frozen:  # looks are steps apart, and a step keeps few groups for judging
                 found = buffer.newest(known)
@@ -204,13 +210,6 @@ class PublishGate:
             and len({sample.siblings for sample in samples}) >= self._settings.min_groups
         )
 
-    def _snapshots(self) -> list[round.DrafterState]:
-        """The drafter in training as a candidate, once it has learned."""
-        if not self._learner.total_steps:
-            return []
-        announce("snapshot", self._learner.members)
-        return [round.DrafterState(self.next_version, self._learner.snapshot())]
-
     def _looked_back(self, now: round.GateRound) -> round.GateRound | None:
         """The same round with the run's first drafter, if the serving drafter has fallen: the first
         drafter may be better on tasks that its successors have forgotten.
@@ -219,11 +218,12 @@ class PublishGate:
         if first is None or any(one.net is first for one in now.candidates):
             return None
         itself, _ = now.serving_alone(self.costs)
-        fallen = self._served.falls_to(itself.serving, itself.serving_noise)
+        before, self._served = self._served, (itself.serving, itself.serving_noise)
+        fallen = freeze.has_fallen(before, self._served)
         if not fallen or not self.serving.version:
             return None
-        before = round.DrafterState(self.next_version, first)
-        return self._round_of(now.samples, now.job.heads, (before, *now.candidates))
+        again = round.DrafterState(self.next_version, first)
+        return self._round_of(now.samples, now.job.heads, (again, *now.candidates))
 
     def _decided(self, now: round.GateRound) -> bool:
         """Whether the remaining rows need no measurement."""
@@ -298,7 +298,7 @@ class PublishGate:
             self._freeze.reopen()
         known = self._promoted
         if known is None or known.drafter_version != taken_back.version:
-            known = m.Judged(0, "rolled_back", taken_back.kind, taken_back.version)
+            known = m.Judged("rolled_back", taken_back.kind, taken_back.version)
         decision = replace(known, decision="rolled_back", path="")
         round.log_decision(decision)
         self._untold.append(decision)

@@ -3,19 +3,16 @@ promoted drafters on disk.
 """
 
 import shutil
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-
-import numpy as np
 
 from paceline.errors import DataLoss
 from paceline.models.config import ModelConfig
 from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.gate import comparison, evaluate
 from paceline.services.drafter_trainer.rows.sample import FeatureSample
-from paceline.speculators import kinds, shift
+from paceline.speculators import kinds
 from paceline.speculators.net import DraftNet, read_drafter
 from paceline.telemetry import get_logger
 from paceline.whole_files import check_hashes, write_hashes
@@ -76,14 +73,6 @@ class GateRound:
         return comparison.judge(chain, chain, groups), known
 
 
-def judged_parts(samples: Sequence[FeatureSample], window: int) -> list[FeatureSample]:
-    """The judged part of each sample: a stretch, the same for a session each time."""
-    return [
-        one.window(window, np.random.default_rng(zlib.crc32(one.session.encode())))
-        for one in samples
-    ]
-
-
 log = get_logger("drafter_trainer")
 
 _FIGURES = {field.name for field in fields(m.Judged)} & {
@@ -96,7 +85,6 @@ def judged(
 ) -> m.Judged:
     """The record of a kept candidate."""
     return m.Judged(
-        epoch=0,
         decision="kept",
         kind=drafter.kind,
         drafter_version=drafter.version,
@@ -104,7 +92,6 @@ def judged(
         policy_version=now.job.head.policy_version,
         lm_head_hash=now.job.head.hash,
         temperature=now.samples[-1].temperature,
-        conditional=shift.conditional(judgement.survival),
         **{name: getattr(judgement, name) for name in _FIGURES},
     )
 
@@ -121,7 +108,6 @@ def reopened(
         noise=itself.serving_noise,
         speedup_noise=0.0,
         survival=(),
-        conditional=(),
     )
 
 

@@ -1,19 +1,161 @@
-"""Accumulates gradients over micro-batches and steps the drafter's optimiser."""
+"""Shards a drafter, its averaged weights and its optimiser over the members (FSDP2), accumulates
+gradients over micro-batches, steps, and moves all of it to other members.
+"""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
+from paceline.errors import DataLoss
 from paceline.models.config import ModelConfig
+from paceline.services.drafter_trainer import metrics
 from paceline.services.drafter_trainer.config import DrafterOptimizerConfig, DrafterTrainerConfig
-from paceline.services.drafter_trainer.learn import heads, membership
-from paceline.services.drafter_trainer.learn.sharded import ShardedDrafter, move
+from paceline.services.drafter_trainer.learn import membership
+from paceline.services.drafter_trainer.learn.membership import Members
+from paceline.services.drafter_trainer.rows.sample import PolicyHead
 from paceline.speculators import kinds, packed
 from paceline.speculators.net import DraftNet, read_drafter, trained_net
+from paceline.training import checkpoints, optimizer, shards
+from paceline.training.offload import Offload
 from paceline.training.process import on_device
+
+
+class ShardedDrafter:
+    """Network and optimiser over the members' ranks; members only. Starts on the device, with zero
+    moments.
+
+    Gradients are sums over the members' losses, not means. A single member has it whole: FSDP2
+    around a network this small costs a third of a step.
+    """
+
+    def __init__(self, net: DraftNet, config: DrafterOptimizerConfig, members: Members) -> None:
+        self.members, self.net = members, net.to(members.device)
+        matrices = net.matrices() if config.kind == "muon" else []
+        if members.size > 1:
+            for part in (*net.shards(), net):
+                fully_shard(part, mesh=members.mesh)
+            for module in net.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_force_sum_reduction_for_comms(True)
+                    module.set_gradient_divide_factor(1.0)
+        self.parameters = {name: p for name, p in net.named_parameters() if p.requires_grad}
+        self.optimizer = optimizer.NamedOptimizer(
+            self.parameters, config, matrices=matrices, iterations=config.iterations
+        )
+        self._decay = config.average
+        self._averages = (
+            {name: one.detach().clone() for name, one in self.parameters.items()}
+            if config.average
+            else {}
+        )
+        self._away: Offload | None = None
+
+    def step(self, number: int) -> bool:
+        """Takes optimiser step `number`, counted from 1; returns False if the gradient is not
+        finite.
+
+        The averages have a decay of min(average, n / (n + 9)), so at first they forget the start
+        weights quickly.
+        """
+        if not math.isfinite(self.optimizer.step(number)):
+            return False
+        if self._averages:
+            share = 1 - min(self._decay, number / (number + 9))
+            live = [shards.local_of(one.detach()) for one in self.parameters.values()]
+            torch._foreach_lerp_(
+                [shards.local_of(one) for one in self._averages.values()], live, share
+            )
+        return True
+
+    def averaged(self) -> dict[str, Tensor]:
+        """Whole averages on the CPU by name; empty without averages. Collective over the
+        members.
+        """
+        return {name: _whole(one).cpu() for name, one in self._averages.items()}
+
+    def named(self) -> dict[str, Tensor]:
+        """Weights, averages and moments of this rank, live, by "model/<name>", "exp_avg/<name>" and
+        so on.
+        """
+        found: dict[str, Tensor] = {f"model/{k}": v for k, v in self.net.state_dict().items()}
+        for name in self.parameters:
+            found |= {f"{key}/{name}": value for key, value in self.optimizer.moments(name).items()}
+        return found | {f"average/{name}": value for name, value in self._averages.items()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The partial gradients of this rank, live, by "gradient/<name>"."""
+        found = {name: parameter.grad for name, parameter in self.parameters.items()}
+        return {f"gradient/{name}": one for name, one in found.items() if one is not None}
+
+    def copies(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies on the CPU of tensors from `named` and `gradients`, sharded as here."""
+        mesh, numbers = self.members.cpu_mesh, self._away.numbers if self._away else shards.local_of
+        return {
+            key: checkpoints.copy_on_cpu(one, mesh, numbers=numbers) for key, one in live.items()
+        }
+
+    def offload(self) -> None:
+        """Leaves the device; no effect on a CPU."""
+        if self._away is None and self.members.device.type != "cpu":
+            live = self.named() | self.gradients()
+            self._away = Offload([one.detach() for one in live.values()])
+            self._away.leave()
+
+    def to_device(self) -> None:
+        """Returns to the device that `offload` left."""
+        if self._away is not None:
+            self._away.enter()
+            self._away = None
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restores `copies` of `named` from the same number of members, nested by the parts of
+        their names. Raises DataLoss for the state of another drafter.
+        """
+        found, here = dict(shards.tensors_of(state)), self.named()
+        if found.keys() != here.keys():
+            raise DataLoss(
+                "a state of another drafter", seen=sorted(found)[:4], allowed=sorted(here)[:4]
+            )
+        for key, value in here.items():
+            checkpoints.copy_local(found[key], value)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def move(old: ShardedDrafter | None, new: ShardedDrafter | None, *, gradients: bool) -> None:
+    """Moves all numbers from one membership to another, through rank 0. Collective over all ranks.
+
+    `gradients`: whether to move a partial gradient.
+    """
+    found: dict[str, Tensor] = {}
+    if old is not None:
+        live = old.named() | (old.gradients() if gradients else {})
+        found = {key: _whole(one) for key, one in old.copies(live).items()}
+    if new is None:
+        return
+    if gradients:
+        for parameter in new.parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+    for key, target in (new.named() | new.gradients()).items():
+        whole = found.get(key)
+        if whole is None:
+            whole = torch.zeros(target.shape, dtype=target.dtype)
+        dist.broadcast(whole, 0, group=new.members.group)
+        shards.local_of(target).copy_(shards.local_rows(whole, target))
+
 
 _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -27,6 +169,17 @@ class MicroResult:
     stepped: bool  # whether it completed an optimiser step
     terms: dict[str, float]  # means over its positions, see Objective.terms
     skipped: bool = False  # a step was due, but its gradient was not finite
+
+    def record(self, kind: str, *, samples: int) -> None:
+        """Records the metrics of a micro-batch of rank 0; `samples` counts the samples of all
+        ranks.
+        """
+        metrics.POSITIONS.record(self.positions, drafter=kind)
+        metrics.SAMPLES.record(samples, drafter=kind)
+        metrics.STEPS.record(int(self.stepped), drafter=kind)
+        metrics.STEPS_SKIPPED.record(int(self.skipped), drafter=kind)
+        for term, value in {"total": self.loss, **self.terms}.items():
+            metrics.LOSS.record(value, drafter=kind, term=term)
 
 
 class DrafterLearner:
@@ -56,7 +209,7 @@ class DrafterLearner:
         )
         # rows of all members, positions of this rank
         self._pending_rows, self._pending_positions = 0, 0
-        self._bound: heads.PolicyHead | None = None
+        self._bound: PolicyHead | None = None
         self.total_steps, self.total_tokens = 0, 0
 
     @property
@@ -65,7 +218,7 @@ class DrafterLearner:
         assert self._sharded is not None
         return self._sharded
 
-    def micro_step(self, row: packed.PackedRow, head: heads.PolicyHead) -> MicroResult:
+    def micro_step(self, row: packed.PackedRow, head: PolicyHead) -> MicroResult:
         """Adds this rank's row; steps the optimiser when the batch is complete."""
         self._bind(head)
         loss, positions, terms = self.sharded.net(on_device(row, self.members.device))
@@ -79,7 +232,7 @@ class DrafterLearner:
         means = {name: float(value) * share for name, value in terms.items()}
         return MicroResult(float(loss.detach()) * share, count, stepped, means, due and not stepped)
 
-    def _bind(self, head: heads.PolicyHead) -> None:
+    def _bind(self, head: PolicyHead) -> None:
         if self._bound is not head:
             device = self.members.device
             self.sharded.net.bind(head.embed_tokens.to(device), head.lm_head.to(device))
@@ -88,8 +241,7 @@ class DrafterLearner:
     def _optimizer_step(self) -> bool:
         """Returns False if the gradient was not finite: it is dropped, and no step is counted."""
         positions = torch.tensor(float(self._pending_positions), dtype=torch.float64)
-        if self.members.size > 1:
-            dist.all_reduce(positions, group=self.members.group)
+        dist.all_reduce(positions, group=self.members.group)
         for parameter in self.sharded.parameters.values():
             if parameter.grad is not None:
                 parameter.grad.mul_(1.0 / max(float(positions), 1.0))
@@ -113,9 +265,8 @@ class DrafterLearner:
     def _reshard(self, members: membership.Members) -> None:
         counters = torch.tensor([self.total_steps, self.total_tokens, self._pending_rows])
         positions = torch.tensor(float(self._pending_positions), dtype=torch.float64)
-        if dist.get_world_size() > 1:
-            dist.broadcast(counters, 0)
-            dist.all_reduce(positions)
+        dist.broadcast(counters, 0)
+        dist.all_reduce(positions)
         self.total_steps, self.total_tokens, self._pending_rows = counters.tolist()
         self._pending_positions = int(positions) if dist.get_rank() == 0 else 0
         new = (
@@ -133,9 +284,8 @@ class DrafterLearner:
         net = self._whole.twin()
         if start is not None:
             net.load_tensors(start.state_dict())
-        if self.members.size > 1:
-            for tensor in net.state_dict().values():
-                dist.broadcast(tensor, 0, group=self.members.group)
+        for tensor in net.state_dict().values():
+            dist.broadcast(tensor, 0, group=self.members.group)
         self._sharded = ShardedDrafter(net, self._config, self.members)
         self._pending_rows, self._pending_positions, self._bound = 0, 0, None
 
@@ -173,6 +323,14 @@ class DrafterLearner:
         """Restores the `state` of the same number of members."""
         self.sharded.load_state(state)
         self.total_steps, self.total_tokens = state["total_steps"], state["total_tokens"]
+
+    def export(self, state: dict[str, Any], checkpoint: Path, directory: Path) -> None:
+        """Writes the whole drafter of a checkpoint with this `state` under "learner", in the form
+        that engines load. Raises DataLoss.
+        """
+        net = self._whole.twin()
+        net.load_tensors(dict(checkpoints.read_each_whole(checkpoint, "learner/model", state)))
+        net.save(directory)
 
 
 def initial_net(config: DrafterTrainerConfig, target: ModelConfig) -> DraftNet:

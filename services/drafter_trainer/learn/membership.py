@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load, save
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.errors import ConfigError
@@ -49,7 +48,7 @@ class Members:
 
     def meet(self) -> None:
         """Returns when all members have called it."""
-        if self.size > 1 and self.takes_part:
+        if self.takes_part:
             dist.all_reduce(torch.zeros(()), group=self.group)
 
     def agree(self, *numbers: int) -> list[int]:
@@ -57,8 +56,7 @@ class Members:
         matters.
         """
         values = torch.tensor(numbers)
-        if self.size > 1:
-            dist.broadcast(values, 0, group=self.group)
+        dist.broadcast(values, 0, group=self.group)
         return [int(value) for value in values.tolist()]
 
 
@@ -92,13 +90,6 @@ class Membership:
         self.members = self._known[devices]
         return self.members
 
-    def agreed(self, *, running: bool) -> bool:
-        """Rank 0's value on every rank, members or not; values of the other ranks are ignored."""
-        word = torch.tensor(int(running))
-        if dist.get_world_size() > 1:
-            dist.broadcast(word, 0)
-        return bool(word)
-
     def is_current(self, slots: Sequence[int]) -> bool:
         """Whether `join` would change nothing."""
         return self._places(slots[: dist.get_world_size()]) == self.members.devices
@@ -106,12 +97,9 @@ class Membership:
     def _places(self, slots: Sequence[int]) -> tuple[str, ...]:
         if self._device == "cpu":
             return ("cpu",) * len(slots)
-        if max(slots) >= torch.cuda.device_count():
-            raise ConfigError(
-                "a leased slot is no CUDA device",
-                seen=max(slots),
-                allowed=f"below {torch.cuda.device_count()}",
-            )
+        last, count = max(slots), torch.cuda.device_count()
+        if last >= count:
+            raise ConfigError("a leased slot is no GPU", seen=last, allowed=f"below {count}")
         return tuple(f"cuda:{slot}" for slot in slots)
 
 
@@ -119,7 +107,7 @@ def _members(devices: tuple[str, ...]) -> Members:
     ranks = list(range(len(devices)))
     whole = len(ranks) == dist.get_world_size()
     group = dist.group.WORLD if whole and devices[0] == "cpu" else dist.new_group(ranks)
-    writing = dist.new_group(ranks, backend="gloo") if len(ranks) > 1 else None
+    writing = dist.new_group(ranks, backend="gloo")
     if dist.get_rank() not in ranks:
         return Members(devices, None, None, None, None)
     assert group is not None
@@ -151,14 +139,11 @@ def hand_out(rows: Sequence[PackedRow], members: Members) -> PackedRow:
     announce("row", members)
     for rank, row in enumerate(rows[1:], start=1):
         held = {field.name: getattr(row, field.name) for field in fields(row)}
-        data = save({name: _as_tensor(one) for name, one in held.items()})
+        texts = {k: torch.tensor([*v.encode()]) for k, v in held.items() if isinstance(v, str)}
+        data = save(held | texts)
         dist.send(torch.tensor(len(data)), rank)
         dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank)
     return rows[0]
-
-
-def _as_tensor(value: Tensor | str) -> Tensor:
-    return torch.tensor([*value.encode()]) if isinstance(value, str) else value
 
 
 def receive(members: Members) -> PackedRow | str:

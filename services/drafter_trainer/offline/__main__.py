@@ -17,7 +17,7 @@ from paceline.config.load import value_of
 from paceline.errors import ConfigError, PacelineError
 from paceline.local import hub, patience
 from paceline.ranks.group import RankGroup
-from paceline.services.drafter_trainer.offline.config import OfflineConfig
+from paceline.services.drafter_trainer.config import OfflineConfig
 
 START_DEADLINE_S = 120.0
 SILENCE_DEADLINE_S = 3600.0

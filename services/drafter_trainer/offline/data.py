@@ -114,16 +114,12 @@ def _sample(found: Mapping[str, object], text: Callable[[], ModelText], vocab_si
     sample = _example(record, text, sorted(found))
     low, high = int(sample.token_ids.min(initial=0)), int(sample.token_ids.max(initial=0))
     if low < 0 or high >= vocab_size:
-        raise InvalidInput(
-            "tokens outside the model's vocabulary",
-            seen=(int(sample.token_ids.min()), high),
-            allowed=f"0 to {vocab_size - 1}",
-        )
+        span, allowed = (int(sample.token_ids.min()), high), f"0 to {vocab_size - 1}"
+        raise InvalidInput("tokens outside the model's vocabulary", seen=span, allowed=allowed)
     if not sample.mask.any():
+        allowed = "a response, or a loss_mask with ones"
         raise InvalidInput(
-            "no answer of the model to learn from",
-            seen=sorted(found),
-            allowed="a response, or a loss_mask with ones",
+            "no answer of the model to learn from", seen=sorted(found), allowed=allowed
         )
     return sample
 
@@ -137,11 +133,8 @@ def _example(record: Record, text: Callable[[], ModelText], names: Sequence[str]
         raise InvalidInput("a record of no known form", seen=names, allowed=FORMS)
     mask = [False] * len(record.input_ids) if record.loss_mask is None else record.loss_mask
     if len(mask) != len(record.input_ids):
-        raise InvalidInput(
-            "loss_mask and input_ids differ in length",
-            seen=len(mask),
-            allowed=len(record.input_ids),
-        )
+        seen, allowed = len(mask), len(record.input_ids)
+        raise InvalidInput("loss_mask and input_ids differ in length", seen=seen, allowed=allowed)
     return Example(np.array(record.input_ids, dtype=np.int64), np.array(mask, dtype=bool))
 
 

@@ -24,15 +24,20 @@ from paceline.errors import ConfigError, InvalidInput, PacelineError
 from paceline.models.config import read_config
 from paceline.models.loading import DTYPES
 from paceline.ranks.group import RankLink
+from paceline.services.drafter_trainer.config import FIXED, OfflineConfig
 from paceline.services.drafter_trainer.gate.evaluate import GREEDY, chain_survival
-from paceline.services.drafter_trainer.learn import heads, learner, membership
+from paceline.services.drafter_trainer.learn import learner, membership
 from paceline.services.drafter_trainer.offline import data
-from paceline.services.drafter_trainer.offline.config import FIXED, OfflineConfig
-from paceline.services.drafter_trainer.rows.sample import FeatureSample, pack
+from paceline.services.drafter_trainer.rows.sample import (
+    FeatureSample,
+    PolicyHead,
+    load_policy_head,
+    pack,
+)
 from paceline.speculators import base, shift
 from paceline.speculators.net import DraftNet, trained_net
 from paceline.speculators.packed import PackedRow
-from paceline.training import checkpoints, packing, shards
+from paceline.training import checkpoints, first_fit, shards
 from paceline.training.process import COLLECTIVE_S, from_all_ranks, join_ranks
 
 Report = Callable[[dict[str, Any]], None]
@@ -56,7 +61,7 @@ class OfflineRun:
         self._config, self._report, self._file = config, report, config.out / "log.jsonl"
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._members = membership.on_cpu(self._world)
-        self._capture, self._head = net.capture, heads.load_policy_head(config.model, 0)
+        self._capture, self._head = net.capture, load_policy_head(config.model, 0)
         # no dropout, so the states equal the engine's
         self._policy = lm.model.requires_grad_(requires_grad=False).eval()
         for part in (*lm.model.layers, lm.model):
@@ -67,7 +72,6 @@ class OfflineRun:
             "rows_per_step": config.rows_per_step,
             "data": data.fingerprint(samples),
         }
-        self._whole = net.twin()
         self._learner = learner.DrafterLearner(
             net, config, micro_batches=config.rows_per_step, members=self._members
         )
@@ -85,18 +89,15 @@ class OfflineRun:
         """Trains until the end, or until a rank is `stopping`, and saves. Returns whether it
         reached the end.
         """
-        config, saved = self._config, self.step or -1
+        config = self._config
         rows = islice(rows_of(self._train, config), self.step * config.rows_per_step, None)
         while self.step < self.steps and not any(from_all_ranks(stopping())):
             self._train_step([*islice(rows, config.rows_per_step)])
-            last = self.step == self.steps
-            if last or self.step % config.eval_every == 0:
+            if self.step == self.steps or self.step % config.eval_every == 0:
                 self._evaluate()
-            if last or self.step % config.save_every == 0:
+            if self.step < self.steps and self.step % config.save_every == 0:
                 self._save()
-                saved = self.step
-        if saved != self.step:
-            self._save()
+        self._save()
         self._writer.wait()
         return self.step >= self.steps
 
@@ -113,10 +114,8 @@ class OfflineRun:
             for name, mean in means.items():
                 sums[name] = sums.get(name, 0.0) + mean * result.positions
 
-        values = torch.tensor([*sums.values()], dtype=torch.float64)
-        if self._world > 1:
-            dist.all_reduce(values)
-        figures = dict(zip(sums, values.tolist(), strict=True))
+        of_ranks = from_all_ranks(sums)
+        figures = {name: sum(one[name] for one in of_ranks) for name in sums}
         positions = int(figures.pop("positions"))
         self._log(
             "trained",
@@ -140,7 +139,7 @@ class OfflineRun:
             return
         net, random = self._learner.snapshot(), np.random.default_rng([self._config.seed, 4])
         lengths, found = [len(one) for one in self._heldout], []
-        for row in packing.first_fit(lengths, self._config.row_tokens, range(len(lengths))):
+        for row in first_fit(lengths, self._config.row_tokens, range(len(lengths))):
             packed = self._packed([self._heldout[i] for i in row], random)
             if self._rank == 0:
                 temperature = self._config.temperature or GREEDY
@@ -168,9 +167,8 @@ class OfflineRun:
 
     def _export(self, state: dict[str, Any], directory: Path) -> None:
         """Writes the whole drafter from the shards in `directory` to OUT/checkpoint/speculator."""
-        net, out = self._whole.twin(), self._config.out
-        net.load_tensors(checkpoints.read_whole(directory, "learner/model", state))
-        net.save(out / ".checkpoint" / "speculator")
+        out = self._config.out
+        self._learner.export(state, directory, out / ".checkpoint" / "speculator")
         shutil.rmtree(out / "checkpoint", ignore_errors=True)
         (out / ".checkpoint").rename(out / "checkpoint")
 
@@ -192,7 +190,7 @@ class OfflineRun:
         if self._rank == 0 and self._file.exists():  # lines of later steps are written again
             lines = self._file.read_text(encoding="utf-8").splitlines(keepends=True)
             # A process that died during a write leaves a line without an end.
-            whole = [one for one in lines if self.step and one.endswith("\n")]
+            whole = [one for one in lines if one.endswith("\n")]
             kept = [one for one in whole if json.loads(one)["step"] <= self.step]
             self._file.write_text("".join(kept), encoding="utf-8")
 
@@ -218,14 +216,14 @@ def rows_of(
     lengths = [len(one) for one in samples]
     for epoch in count() if epochs is None else range(epochs):
         order = np.random.default_rng([config.seed, 2, epoch]).permutation(len(lengths)).tolist()
-        for row in packing.first_fit(lengths, config.row_tokens, order, open_rows=OPEN_ROWS):
+        for row in first_fit(lengths, config.row_tokens, order, open_rows=OPEN_ROWS):
             yield [samples[i] for i in row]
 
 
 @torch.no_grad()
 def packed_row(
     policy: Any,
-    head: heads.PolicyHead,
+    head: PolicyHead,
     capture: base.CaptureSpec,
     row: Sequence[data.Example],
     window: int,

@@ -67,14 +67,11 @@ class FeatureBuffer:
             self._fresh.append(sample)
             self.nbytes += sample.nbytes
         if len(self._fresh) > self._config.judged_samples:
-            self.release([self._least_telling()])
+            # The oldest fresh sample of the largest group of fresh siblings.
+            sizes = Counter(one.siblings for one in self._fresh)
+            most = max(sizes.values())
+            self.release([next(one for one in self._fresh if sizes[one.siblings] == most)])
         self._evict()
-
-    def _least_telling(self) -> FeatureSample:
-        """The oldest fresh sample of the largest group of fresh siblings."""
-        sizes = Counter(sample.siblings for sample in self._fresh)
-        most = max(sizes.values())
-        return next(sample for sample in self._fresh if sizes[sample.siblings] == most)
 
     def release(self, samples: Iterable[FeatureSample]) -> None:
         """Moves samples that have judged to the training samples."""
@@ -154,17 +151,13 @@ class FeatureBuffer:
         """
         heads = set(known)
         group = list[FeatureSample]()
-        if self._random.random() < self._config.long_share * self._long_missing():
+        # Share of this step's long samples still to arrive, if it has as many as the previous step.
+        missing = max(0.0, 1.0 - self._long_arrived / max(self._long_expected, 1))
+        if self._random.random() < self._config.long_share * missing:
             held = [sample for sample in self._long if sample.step == self._previous_step]
             group = self._of_one_head(held, heads, at_least)
         group = group or self._of_one_head(self, heads, at_least)
         return self._some(group, tokens, at_least)
-
-    def _long_missing(self) -> float:
-        """Share of this step's long samples still to arrive, if it will have as many as the
-        previous step.
-        """
-        return max(0.0, 1.0 - self._long_arrived / max(self._long_expected, 1))
 
     def _of_one_head(
         self, samples: Iterable[FeatureSample], heads: set[str], at_least: int

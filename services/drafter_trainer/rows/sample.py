@@ -1,19 +1,79 @@
-"""Makes a sample from the rows of a finished request, and packs windows of samples into rows."""
+"""Makes a sample from the rows of a finished request, and packs windows of samples into rows. Reads
+the policy's embedding and head, which a drafter shares.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
-from paceline.errors import DataLoss
+from paceline.errors import DataLoss, InvalidInput, PacelineError
 from paceline.models.config import ModelConfig
+from paceline.models.loading import weight_files
 from paceline.speculators.packed import PackedRow
 from paceline.streams import FeatureBatch
-from paceline.tensors import NamedTensor
+from paceline.tensors import head_hash
+from paceline.weights.manifest import check_spooled
+
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyHead:
+    """The tensors that the drafter shares with one policy version; frozen."""
+
+    hash: str
+    policy_version: int
+    embed_tokens: Tensor  # [V, H] fp32
+    lm_head: Tensor  # [V, H] fp32
+
+
+def load_policy_head(path: Path, policy_version: int) -> PolicyHead:
+    """Reads embed_tokens and lm_head from a checkpoint or spool directory.
+
+    The hash covers the head's bytes in the file, as in the engine. A tied checkpoint has no
+    lm_head; its embedding is the head. Raises InvalidInput when there is no embedding.
+    """
+    tensors: dict[str, Tensor] = {}
+    files = weight_files(path)
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in set(opened.keys()) & {EMBED, HEAD}:
+                tensors[name] = opened.get_tensor(name)
+
+    if EMBED not in tensors:
+        seen = [file.name for file in files]
+        raise InvalidInput(f"no {EMBED} in {path}", seen=seen, allowed="a checkpoint with it")
+
+    head = tensors.get(HEAD, tensors[EMBED]).contiguous()
+    raw = head.view(torch.uint8).numpy().tobytes()
+    return PolicyHead(head_hash(raw), policy_version, tensors[EMBED].float(), head.float())
+
+
+def read_spooled_head(path: Path, policy_version: int, target: ModelConfig) -> PolicyHead | None:
+    """The head of a spooled version, checked against its hashes and the target's shape. None if
+    newer versions have removed it from the spool, before or during the read.
+
+    Raises DataLoss for a damaged version, InvalidInput for a head of another shape.
+    """
+    try:
+        check_spooled(path)
+        head = load_policy_head(path, policy_version)
+    except (OSError, PacelineError):
+        if path.is_dir():
+            raise
+        return None
+    shape, allowed = tuple(head.lm_head.shape), (target.vocab_size, target.hidden_size)
+    if shape != allowed or tuple(head.embed_tokens.shape) != allowed:
+        raise InvalidInput("a policy head of another shape", seen=shape, allowed=allowed)
+    return head
+
 
 _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 
@@ -88,6 +148,10 @@ def sample_from(batch: FeatureBatch, target: ModelConfig) -> FeatureSample:
     and a batch names the last one's only.
     """
     _check(batch, target)
+    rows = batch.hidden
+    hidden = torch.frombuffer(bytearray(rows.data), dtype=_DTYPES[rows.dtype]).view(rows.shape)
+    if not torch.isfinite(hidden).all():
+        raise DataLoss("a feature batch holds numbers that are not finite", seen=batch.session_id)
     # The last token has no row and no mask bit; the policy always drew it.
     generated = np.append(batch.mask, 1).astype(bool)
     generated[1:] &= batch.versions == batch.policy_version
@@ -96,7 +160,7 @@ def sample_from(batch: FeatureBatch, target: ModelConfig) -> FeatureSample:
         step=batch.step,
         policy_version=batch.policy_version,
         lm_head_hash=batch.lm_head_hash,
-        hidden=_states(batch.hidden, batch.session_id),
+        hidden=hidden,
         token_ids=torch.as_tensor(batch.token_ids.astype(np.int64)),
         generated=torch.as_tensor(generated),
         hidden_size=target.hidden_size,
@@ -106,42 +170,25 @@ def sample_from(batch: FeatureBatch, target: ModelConfig) -> FeatureSample:
     )
 
 
-def _states(rows: NamedTensor, session: str) -> Tensor:
-    """States [n, W] of a stream entry. Raises DataLoss for non-finite numbers."""
-    hidden = torch.frombuffer(bytearray(rows.data), dtype=_DTYPES[rows.dtype]).view(rows.shape)
-    if not torch.isfinite(hidden).all():
-        raise DataLoss("a feature batch holds numbers that are not finite", seen=session)
-    return hidden
-
-
 def _check(batch: FeatureBatch, target: ModelConfig) -> None:
     """Raises DataLoss when the batch does not match the policy."""
     if batch.rows < 2:
-        raise DataLoss(
-            "a feature batch is too short to train on",
-            seen=f"{batch.rows} rows",
-            allowed="at least 2",
-        )
+        raise DataLoss("a feature batch is too short", seen=f"{batch.rows} rows", allowed="2")
 
     names = batch.layers.split(",")
     if names[-1] != "last" or batch.convention != "post_norm":
-        raise DataLoss(
-            "rows of another layer",
-            seen=(batch.layers, batch.convention),
-            allowed=("..., last", "post_norm"),
-        )
+        found = (batch.layers, batch.convention)
+        raise DataLoss("rows of another layer", seen=found, allowed=("..., last", "post_norm"))
 
-    if batch.hidden_size != len(names) * target.hidden_size:
-        raise DataLoss(
-            "rows of another width", seen=batch.hidden_size, allowed=len(names) * target.hidden_size
-        )
+    width = len(names) * target.hidden_size
+    if batch.hidden_size != width:
+        raise DataLoss("rows of another width", seen=batch.hidden_size, allowed=width)
 
     tokens = batch.token_ids
     if tokens.min() < 0 or tokens.max() >= target.vocab_size:
         seen = (int(tokens.min()), int(tokens.max()))
-        raise DataLoss(
-            "tokens of another vocabulary", seen=seen, allowed=f"0 to {target.vocab_size - 1}"
-        )
+        allowed = f"0 to {target.vocab_size - 1}"
+        raise DataLoss("tokens of another vocabulary", seen=seen, allowed=allowed)
 
     if (np.diff(batch.positions) != 1).any():
         raise DataLoss("rows of a batch do not follow each other", seen=batch.session_id)

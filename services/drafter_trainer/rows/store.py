@@ -1,20 +1,34 @@
-"""Holds a drafter's training rows: they arrive in one thread while another trains on them."""
+"""Reads captured rows from their stream in one thread, with or without a lease, and holds them for
+another thread, which trains on them.
+"""
 
+import asyncio
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from paceline import telemetry
+from paceline.errors import DataLoss, ResourceExhausted, Unavailable
+from paceline.models.config import ModelConfig
 from paceline.models.products import spare_rows
 from paceline.services.drafter_trainer.config import BufferConfig
-from paceline.services.drafter_trainer.learn.heads import PolicyHead, PolicyHeads
+from paceline.services.drafter_trainer.metrics import SAMPLES_DROPPED
 from paceline.services.drafter_trainer.rows.buffer import FeatureBuffer
-from paceline.services.drafter_trainer.rows.sample import FeatureSample, pack
+from paceline.services.drafter_trainer.rows.sample import (
+    FeatureSample,
+    PolicyHead,
+    pack,
+    sample_from,
+)
 from paceline.speculators.packed import PackedRow
+from paceline.streams import Entry, RedisStream, decode_features
+from paceline.telemetry import names, span
 
+KEPT_HEADS = 4
 READY = 4
 """Batches packed before a lease begins."""
 
@@ -36,7 +50,8 @@ class RowStore:
 
     def __init__(self, config: BufferConfig, seed: int, batch_bytes: int) -> None:
         """`batch_bytes`: most bytes of captured states in a row."""
-        self._config, self.heads, self._batch_bytes = config, PolicyHeads(), batch_bytes
+        self._config, self._batch_bytes = config, batch_bytes
+        self.heads: dict[str, PolicyHead] = {}  # by hash, newest last; the newest KEPT_HEADS
         self._buffer = FeatureBuffer(config, seed)
         self._changed = threading.Condition(threading.RLock())
         self._ready: deque[PackedBatch] = deque()
@@ -67,7 +82,10 @@ class RowStore:
         removed.
         """
         with self._changed:
-            self.heads.add(head)
+            self.heads.pop(head.hash, None)
+            self.heads[head.hash] = head
+            while len(self.heads) > KEPT_HEADS:
+                del self.heads[next(iter(self.heads))]
             self._ready.clear()
             self._forget_stale()
             if self._resting:
@@ -90,7 +108,7 @@ class RowStore:
             ranks, _ = self.shape()
             while self._ready:
                 ready = self._ready.popleft()
-                if len(ready.rows) == ranks and ready.head.hash in self.heads.hashes:
+                if len(ready.rows) == ranks and ready.head.hash in self.heads:
                     return ready
             return self._draw()
 
@@ -112,12 +130,10 @@ class RowStore:
     def _draw(self) -> PackedBatch | None:
         ranks, tokens = self.shape()
         tokens = min(tokens, max(1, self._batch_bytes // self._position_bytes))
-        known = set(self.heads.hashes)
-        samples = self._buffer.draw(tokens * ranks, known=known, at_least=ranks)
+        samples = self._buffer.draw(tokens * ranks, known=self.heads, at_least=ranks)
         if not samples:
             return None
-        head = self.heads.get(samples[0].lm_head_hash)
-        assert head is not None
+        head = self.heads[samples[0].lm_head_hash]
         window = self._config.window
         rows = [_placed(pack(samples[rank::ranks], window=window)) for rank in range(ranks)]
         traces = frozenset(one.traceparent for one in samples) - {""}
@@ -127,9 +143,9 @@ class RowStore:
         """Keeps rows of a version with a head still in transit; drops older rows without a head,
         which can never be used.
         """
-        known, newest = set(self.heads.hashes), self.heads.newest.policy_version
+        newest = next(reversed(self.heads.values())).policy_version
         self._buffer.forget(
-            lambda s: s.lm_head_hash in known or s.policy_version > newest, "stale_head"
+            lambda s: s.lm_head_hash in self.heads or s.policy_version > newest, "stale_head"
         )
 
 
@@ -140,3 +156,124 @@ def _placed(row: PackedRow) -> PackedRow:
     if spare := spare_rows(row.states):
         row = row.padded(spare)
     return row.changed(lambda _, t: t.pin_memory()) if torch.cuda.is_available() else row
+
+
+GROUP, CONSUMER = "drafter", "rank0"
+ENTRIES_PER_READ = 32
+"""Small, so that a batch of long rows does not delay the rest."""
+READ_S, ANSWER_S = 0.2, 2.0
+"""Seconds that a read waits for rows, and maximum time of an answer."""
+RETRY_S = 1.0
+OPEN_S = 10.0
+CLOSE_S = 5.0
+
+log = telemetry.get_logger("drafter_trainer.feed")
+
+
+class RowFeed:
+    """Passes every sample to `take`, from its thread; entries leave the stream once decoded.
+
+    While Redis is away or full, only the rows that it drops are lost.
+    """
+
+    def __init__(
+        self,
+        open_stream: Callable[[], RedisStream],
+        target: ModelConfig,
+        take: Callable[[list[FeatureSample]], None],
+    ) -> None:
+        """`open_stream`: called in the thread, which needs its own connections."""
+        self._open_stream, self._target, self._take = open_stream, target, take
+        self._dropped: Counter[str] = Counter()  # counted by the thread
+        self._counting = threading.Lock()
+        self._opened = threading.Event()
+        self._closing = threading.Event()
+        self._holds = True  # entries of an earlier process or a failed read
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="row-feed", daemon=True)
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Entries that yielded no sample so far, by reason."""
+        with self._counting:
+            return self._dropped.copy()
+
+    def start(self) -> None:
+        """Returns once the group exists, so that no later batch is missed, or after OPEN_S. If
+        Redis is away, the group is created later.
+        """
+        self._thread.start()
+        self._opened.wait(OPEN_S)
+
+    def check(self) -> None:
+        """Raises the error that ended the thread, if any."""
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._closing.set()
+        if self._thread.is_alive():
+            self.join(CLOSE_S)
+
+    def join(self, timeout_s: float) -> None:
+        """Waits for the thread to end."""
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._follow())
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    async def _follow(self) -> None:
+        stream = self._open_stream()
+        try:
+            while not self._closing.is_set():
+                await self._step(stream)
+        finally:
+            await stream.close()
+
+    async def _step(self, stream: RedisStream) -> None:
+        try:
+            if not self._opened.is_set():
+                await stream.create_group(GROUP)
+                self._opened.set()
+            await self._read(stream)
+        except (ResourceExhausted, Unavailable, TimeoutError) as error:
+            self._holds = True
+            log.warning("features cannot be read now", error=str(error) or "no answer in time")
+            await asyncio.sleep(RETRY_S)
+
+    async def _read(self, stream: RedisStream) -> None:
+        async with asyncio.timeout(ANSWER_S):
+            entries = await stream.unacked(GROUP, CONSUMER) if self._holds else []
+            self._holds = False
+            entries += await stream.read(GROUP, CONSUMER, ENTRIES_PER_READ, READ_S)
+        if not entries:
+            return
+        with span(
+            names.FEATURES_READ,
+            kind="consumer",
+            links=[entry.fields.get("traceparent", "") for entry in entries],
+        ):
+            usable = {
+                entry.id: sample
+                for entry in entries
+                if (sample := await self._decode(stream, entry)) is not None
+            }
+            self._take(list(usable.values()))
+            await stream.ack(GROUP, list(usable), delete=True)
+
+    async def _decode(self, stream: RedisStream, entry: Entry) -> FeatureSample | None:
+        try:
+            sample = sample_from(decode_features(entry.fields, entry.payload), self._target)
+            return replace(sample, traceparent=entry.fields.get("traceparent", ""))
+        except DataLoss as error:
+            with self._counting:
+                self._dropped["unusable"] += 1
+            SAMPLES_DROPPED.record(reason="unusable")
+            log.warning("feature batch cannot be used", entry=entry.id, error=str(error))
+            await stream.dead_letter(GROUP, entry, str(error))
+            return None

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _HERE = "paceline.services.policy_trainer.algorithms"
 ALGORITHMS = {
     "grpo": f"{_HERE}.grpo:Grpo",
-    "dr_grpo": f"{_HERE}.grpo:DrGrpo",
+    "dr_grpo": f"{_HERE}.grpo:Grpo",
     "rloo": f"{_HERE}.grpo:Rloo",
     "reinforce_plus_plus": f"{_HERE}.grpo:ReinforcePlusPlus",
     "reinforce_plus_plus_baseline": f"{_HERE}.grpo:ReinforcePlusPlus",
@@ -24,7 +24,7 @@ ALGORITHMS = {
     "dapo": f"{_HERE}.grpo:Dapo",
     "gspo": f"{_HERE}.grpo:Gspo",
     "cispo": f"{_HERE}.grpo:Cispo",
-    "decoupled": f"{_HERE}.grpo:Decoupled",
+    "decoupled": f"{_HERE}.grpo:Grpo",
 }
 
 

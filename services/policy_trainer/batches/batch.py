@@ -15,10 +15,11 @@ from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from paceline.services.policy_trainer.audit import cell_name, drafted_so_far, is_audited
-from paceline.services.policy_trainer.batches.packing import Tokens, TreeRow
 from paceline.trajectory import Trajectory
 
+Tokens = Int[np.ndarray, " L"]
 _NONE = torch.zeros(0, dtype=torch.int64)
+_NO_TOKENS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,14 +148,63 @@ def make_batch(
     )
 
 
-def make_micro_batch(
-    batch: TrainBatch, rows: Sequence[Sequence[int]], *, shares: bool = True
-) -> MicroBatch:
-    """Packs the trajectories of `rows`. Without rows, one padding token without a trained token: an
-    idle rank must still join the collectives. `shares`: neighbours of a group share their prefix.
+class TreeRow:
+    """A row while it is being filled."""
+
+    def __init__(self) -> None:
+        self.width = 0
+        self._tokens: list[Tokens] = []
+        self._positions: list[Tokens] = []
+        self._ended: list[tuple[Tokens, int]] = []  # columns, and subtree ends
+        self._last: tuple[Tokens, Tokens] = (
+            _NO_TOKENS,
+            _NO_TOKENS,
+        )  # last trajectory: tokens, columns
+        self._group = -1
+
+    def add(self, tokens: Tokens, group: int) -> Tokens:
+        """The columns of a trajectory's tokens; columns of a common beginning with the last
+        trajectory of the group are reused.
+        """
+        before, columns = self._last
+        shared = common_prefix(before, tokens) if group == self._group else 0
+        self._ended.append((columns[shared:], self.width))
+        new = np.arange(self.width, self.width + len(tokens) - shared)
+        self._tokens.append(tokens[shared:])
+        self._positions.append(np.arange(shared, len(tokens)))
+        self.width += len(new)
+        columns = np.concatenate([columns[:shared], new])
+        self._last, self._group = (tokens, columns), group
+        return columns
+
+    def padded(self, width: int) -> tuple[Tokens, Tokens, Tokens]:
+        """(token ids, positions, subtree ends) of `width` columns. A padding token is its own
+        document.
+        """
+        empty = np.zeros(width - self.width, np.int64)
+        ends = np.arange(1, width + 1)
+        for columns, end in [*self._ended, (self._last[1], self.width)]:
+            ends[columns] = end
+        return (
+            np.concatenate([*self._tokens, empty]),
+            np.concatenate([*self._positions, empty]),
+            ends,
+        )
+
+
+def common_prefix(one: Tokens, other: Tokens) -> int:
+    """Length of the common beginning."""
+    length = min(len(one), len(other))
+    differ = np.flatnonzero(one[:length] != other[:length])
+    return int(differ[0]) if len(differ) else length
+
+
+def make_micro_batch(batch: TrainBatch, rows: Sequence[Sequence[int]]) -> MicroBatch:
+    """Packs the trajectories of `rows`; neighbours of a group share their prefix. Without rows, one
+    padding token without a trained token: an idle rank must still join the collectives.
     """
     starts = batch.starts
-    groups = batch.groups.tolist() if shares else list(range(len(batch.groups)))
+    groups = batch.groups.tolist()
     ends = torch.searchsorted(batch.owners, torch.arange(len(groups)), right=True).tolist()
     layouts = [TreeRow() for _ in rows] or [TreeRow()]
     tokens, sequences, positions, before = [_NONE], [_NONE], [_NONE], []

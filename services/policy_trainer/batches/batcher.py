@@ -59,7 +59,7 @@ class Batcher:
         for entry in await self._stream.unacked(GROUP, CONSUMER):
             await self._admit(entry)
 
-    async def collect(self, wanted: held_groups.Wanted) -> held_groups.Batch:
+    async def collect(self, wanted: messages.Wanted) -> held_groups.Batch:
         """Waits until every wanted group has all its sessions complete, or until the deadline, and
         closes the groups. Everything in the stream by then counts, even if this process runs late.
 
@@ -70,7 +70,10 @@ class Batcher:
         end = loop.time() + wanted.deadline_s
         while not held_groups.is_complete(wanted, self._held):
             remaining = max(end - loop.time(), 0.0)
-            self._require_room()
+            if len(self._held) >= self._max_pending:
+                message = "too many trajectories are held for other steps"
+                seen, allowed = len(self._held), self._max_pending
+                raise ResourceExhausted(message, seen=seen, allowed=allowed)
             entries = await self._stream.read(GROUP, CONSUMER, _READ_COUNT, remaining)
             with span(
                 names.TRAJECTORY_READ,
@@ -151,14 +154,6 @@ class Batcher:
             _log.warning("dead_letter_without_branch", entry=entry.id, error=str(nameless))
         await self._stream.dead_letter(GROUP, entry, str(error))
 
-    def _require_room(self) -> None:
-        if len(self._held) >= self._max_pending:
-            raise ResourceExhausted(
-                "too many trajectories are held for other steps",
-                seen=len(self._held),
-                allowed=self._max_pending,
-            )
-
 
 @dataclass(frozen=True, slots=True)
 class Collected:
@@ -188,16 +183,6 @@ def collected_of(batch: held_groups.Batch, audit_share: float, waited_s: float =
         batch_hash=tokens_hash([token for t in trajectories for token in t.token_ids]),
     )
     return Collected(batch.record, tensors, facts, batch.links, waited_s)
-
-
-def count_batch(batch: held_groups.Batch) -> None:
-    """Records the trained and dropped trajectories of a new batch as metrics."""
-    for lag, count in batch.staleness.items():
-        for _ in range(count):
-            metrics.STALENESS.record(lag)
-    for reason, groups in batch.record.dropped_groups.items():
-        metrics.GROUPS_DROPPED.record(groups, reason=reason)
-        _log.warning("groups_dropped", step=batch.record.step, reason=reason, groups=groups)
 
 
 def reward_spread(rewards: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:

@@ -6,12 +6,12 @@ sessions are the first to be stale, so dropping only stale sessions would bias t
 group. A group may be from another draw than the step that trains it.
 """
 
-import heapq
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 from paceline.services.policy_trainer.batches.records import StepRecord
+from paceline.services.policy_trainer.messages import Wanted
 from paceline.services.policy_trainer.metrics import NOT_FINITE
 from paceline.telemetry import get_logger
 from paceline.trajectory import Trajectory
@@ -31,13 +31,6 @@ class HeldTrajectory:
     def oldest_version(self) -> int | None:
         """Policy version of the oldest token; None without generated tokens."""
         return min((span.policy_version for span in self.trajectory.version_spans), default=None)
-
-    def lag(self, policy_version: int) -> int:
-        """Policy versions between the oldest token and the given one; 0 without generated
-        tokens.
-        """
-        oldest = self.oldest_version
-        return policy_version - oldest if oldest is not None else 0
 
 
 @dataclass(slots=True)
@@ -73,16 +66,22 @@ class HeldDraw:
     """The sessions of a group that one step drew."""
 
     sessions: dict[str, HeldSession] = field(default_factory=dict)
+    oldest: int | None = None  # policy version of the oldest token; None without tokens
 
     @property
     def complete(self) -> int:
         """Number of complete sessions."""
         return sum(session.complete for session in self.sessions.values())
 
+    def note_oldest(self) -> None:
+        """Computes the policy version of the oldest token anew, after a change of the sessions."""
+        branches = (held for session in self.sessions.values() for held in session.branches)
+        versions = (held.oldest_version for held in branches)
+        self.oldest = min((one for one in versions if one is not None), default=None)
+
     def lag(self, policy_version: int) -> int:
         """Policy versions between the oldest token and the given one; 0 without tokens."""
-        branches = (held for session in self.sessions.values() for held in session.branches)
-        return max((held.lag(policy_version) for held in branches), default=0)
+        return max(policy_version - self.oldest, 0) if self.oldest is not None else 0
 
 
 class HeldGroups:
@@ -91,8 +90,6 @@ class HeldGroups:
     def __init__(self) -> None:
         self._entries: dict[str, HeldTrajectory] = {}
         self._draws: dict[str, dict[int, HeldDraw]] = {}  # by group, and by the step that drew it
-        # (oldest version, group, step) of each trajectory, ordered by the next one to drop
-        self._ages: list[tuple[int, str, int]] = []
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -111,8 +108,7 @@ class HeldGroups:
         one = held.trajectory
         draw = self._draws.setdefault(one.group_id, {}).setdefault(one.step, HeldDraw())
         draw.sessions.setdefault(one.key.session_id, HeldSession()).branches.append(held)
-        if (oldest := held.oldest_version) is not None:
-            heapq.heappush(self._ages, (oldest, one.group_id, one.step))
+        draw.note_oldest()
 
     def remove(self, entry_id: str) -> None:
         """Removes a trajectory, if present."""
@@ -123,6 +119,7 @@ class HeldGroups:
         draw = self._draws[one.group_id][one.step]
         session = draw.sessions[one.key.session_id]
         session.branches.remove(held)
+        draw.note_oldest()
         if not session.branches:
             del draw.sessions[one.key.session_id]
         if not draw.sessions:
@@ -137,47 +134,18 @@ class HeldGroups:
         draws = self._draws.get(group)
         return draws[max(draws)] if draws else HeldDraw()
 
-    def aged(self, before_version: int, asked: Container[str]) -> Iterator[HeldDraw]:
-        """Draws of unrequested groups with a token older than that version. The caller must remove
-        them: each is returned once.
-        """
-        spared = []
-        named: set[tuple[str, int]] = set()
-        while self._ages and self._ages[0][0] < before_version:
-            age = heapq.heappop(self._ages)
-            _, group, step = age
-            draw = self._draws.get(group, {}).get(step)
-            if draw is None or draw.lag(before_version) <= 0:
-                continue  # the trajectory of this age was removed since
-            if group in asked:
-                spared.append(age)
-            elif (group, step) not in named:
-                named.add((group, step))
-                yield draw
-        for age in spared:
-            heapq.heappush(self._ages, age)
+    def aged(self, before_version: int, asked: Container[str]) -> list[HeldDraw]:
+        """Draws of unrequested groups with a token older than that version."""
+        unrequested = (draws for group, draws in self._draws.items() if group not in asked)
+        every = (draw for draws in unrequested for draw in draws.values())
+        return [draw for draw in every if draw.lag(before_version) > 0]
 
 
 LEAST_SIBLINGS = 2
 """Least number of sessions for a comparison, unless the group was opened for one session."""
-NO_VARIANCE = "no_variance"
-"""Reason for dropping a group with equal rewards."""
-FILTERED = "filtered"
-"""Reason for dropping a group that a user's filter rejects."""
 GroupFilter = Callable[[Sequence[Trajectory]], bool]
 ABANDONED = 8
 """Policy versions beyond the bound after which an unrequested group is dropped."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """A step and its awaited groups."""
-
-    step: int
-    policy_version: int  # weights at the step's start
-    groups: tuple[tuple[str, int], ...]  # (group id, sessions); 0 sessions: no wait
-    deadline_s: float
-    left_out: frozenset[str] = frozenset()  # groups of equal rewards, replaced by other groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +168,10 @@ class Batch:
         """Number of trajectories by age of their oldest token in policy versions, lowest
         age first.
         """
-        return dict(sorted(Counter(h.lag(self.record.policy_version) for h in self.held).items()))
+        now, versions = self.record.policy_version, (held.oldest_version for held in self.held)
+        return dict(
+            sorted(Counter(now - one if one is not None else 0 for one in versions).items())
+        )
 
 
 def _order(held: HeldTrajectory) -> tuple[int, str, int, str, int, str]:
@@ -285,18 +256,18 @@ class _Closing:
             if self.keeps is None or self.keeps([held.trajectory for held in branches]):
                 self.trained += branches
                 return
-            reason = FILTERED
+            reason = "filtered"
         self.groups[reason] += 1
         for session in usable:
-            self._drop(session, FILTERED if reason == FILTERED else "too_few_siblings")
+            self._drop(session, "filtered" if reason == "filtered" else "too_few_siblings")
 
     def leave_out(self, draw: HeldDraw) -> None:
         """Drops a group that dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) has
         replaced.
         """
-        self.groups[NO_VARIANCE] += 1
+        self.groups["no_variance"] += 1
         for session in draw.sessions.values():
-            self._drop(session, session.refusal() or NO_VARIANCE)
+            self._drop(session, session.refusal() or "no_variance")
 
     def give_up(self, here: HeldGroups, asked: Container[str]) -> None:
         """Drops whole unrequested groups that have been stale for long."""

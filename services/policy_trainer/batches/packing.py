@@ -1,4 +1,5 @@
-"""Assigns units to ranks, rows and micro-batches, in plain integers.
+"""Cuts a batch into mini-batches of whole groups, and assigns their units to ranks, rows and
+micro-batches.
 
 A unit is a tree of trajectories with a common beginning, or a single trajectory. Rows
 are short (`row_tokens`), because attention covers the whole row and is then masked. A longer
@@ -6,17 +7,28 @@ trajectory has its own row. Rows of similar length share a micro-batch, since a 
 wide as its widest row.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-import numpy as np
-from jaxtyping import Int
+import torch
+import torch.distributed as dist
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from paceline.training.packing import first_fit
-
-Tokens = Int[np.ndarray, " L"]
+from paceline.services.policy_trainer.algorithms.losses import token_weights
+from paceline.services.policy_trainer.batches.batch import (
+    MicroBatch,
+    Tokens,
+    TrainBatch,
+    common_prefix,
+    make_micro_batch,
+)
+from paceline.services.policy_trainer.config import PolicyTrainerConfig
+from paceline.training import first_fit
+from paceline.training.process import on_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,47 +37,6 @@ class Unit:
 
     members: tuple[int, ...]
     tokens: int  # tokens of their tree
-
-
-class TreeRow:
-    """A row while it is being filled."""
-
-    def __init__(self) -> None:
-        self.width = 0
-        self._tokens: list[Tokens] = []
-        self._positions: list[Tokens] = []
-        self._ended: list[tuple[Tokens, int]] = []  # columns, and subtree ends
-        self._last: tuple[Tokens, Tokens] = (_NONE, _NONE)  # last trajectory: tokens, columns
-        self._group = -1
-
-    def add(self, tokens: Tokens, group: int) -> Tokens:
-        """The columns of a trajectory's tokens; columns of a common beginning with the last
-        trajectory of the group are reused.
-        """
-        before, columns = self._last
-        shared = common_prefix(before, tokens) if group == self._group else 0
-        self._ended.append((columns[shared:], self.width))
-        new = np.arange(self.width, self.width + len(tokens) - shared)
-        self._tokens.append(tokens[shared:])
-        self._positions.append(np.arange(shared, len(tokens)))
-        self.width += len(new)
-        columns = np.concatenate([columns[:shared], new])
-        self._last, self._group = (tokens, columns), group
-        return columns
-
-    def padded(self, width: int) -> tuple[Tokens, Tokens, Tokens]:
-        """(token ids, positions, subtree ends) of `width` columns. A padding token is its own
-        document.
-        """
-        empty = np.zeros(width - self.width, np.int64)
-        ends = np.arange(1, width + 1)
-        for columns, end in [*self._ended, (self._last[1], self.width)]:
-            ends[columns] = end
-        return (
-            np.concatenate([*self._tokens, empty]),
-            np.concatenate([*self._positions, empty]),
-            ends,
-        )
 
 
 class Neighbour(NamedTuple):
@@ -109,16 +80,6 @@ def prefix_units(groups: Iterable[Sequence[Neighbour]], row_tokens: int) -> list
             used += new
         units.append(Unit(tuple(unit), used))
     return units
-
-
-def common_prefix(one: Tokens, other: Tokens) -> int:
-    """Length of the common beginning."""
-    length = min(len(one), len(other))
-    differ = np.flatnonzero(one[:length] != other[:length])
-    return int(differ[0]) if len(differ) else length
-
-
-_NONE = np.zeros(0, np.int64)
 
 
 def assign_ranks(lengths: Sequence[int], world_size: int) -> list[list[int]]:
@@ -233,3 +194,104 @@ def cost(packing: Packing, pair_cost: float) -> float:
         return len(rows) * width * (1.0 + width * pair_cost)
 
     return max(sum(of(rows) for rows in rounds if rows) for rounds in packing.plan)
+
+
+@dataclass(frozen=True, slots=True)
+class MiniBatch:
+    """The trajectories of one update (B of the batch), and the loss weight of each token (T of the
+    batch; 0 for tokens outside the update).
+    """
+
+    members: Bool[Tensor, " B"]
+    token_weights: Float[Tensor, " T"]
+
+
+class Packer:
+    """Packs chosen trajectories into rows for this rank."""
+
+    def __init__(self, config: PolicyTrainerConfig, mesh: DeviceMesh, pair_cost: float) -> None:
+        """`pair_cost`: cost of the model that reads the rows, see model.pair_cost."""
+        self._config = config
+        self._mesh = mesh
+        self._pair_cost = pair_cost
+
+    def micro_batches(self, batch: TrainBatch, chosen: Bool[Tensor, " B"]) -> Iterator[MicroBatch]:
+        """This rank's micro-batches, as many as on every rank, possibly empty. Trajectories without
+        a trained token are left out.
+        """
+        owned = torch.bincount(batch.owners, minlength=len(chosen)) > 0
+        numbers = (chosen & owned).nonzero().flatten().tolist()
+        units, plan = self._packing(batch, numbers)
+        for rows in plan[self._mesh.get_rank()]:
+            packed = [[numbers[i] for u in row for i in units[u].members] for row in rows]
+            micro = make_micro_batch(batch, packed)
+            yield on_device(micro, self._mesh.device_type)
+
+    def accumulate(
+        self,
+        model: nn.Module,
+        batch: TrainBatch,
+        part: MiniBatch,
+        losses_of: Callable[[MicroBatch], Float[Tensor, " M"]],
+        on_micro_batch: Callable[[int, int], None] = lambda number, of: None,
+    ) -> float:
+        """Accumulates gradients of the mini-batch's loss; returns that loss, equal on all ranks.
+
+        `losses_of`: losses of a micro-batch's tokens. Ranks average their gradients, so each rank's
+        part is scaled by the number of ranks. The result is the gradient of the whole mini-batch,
+        for any number of ranks and any split.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self._mesh.device_type)
+        micro_batches = list(self.micro_batches(batch, part.members))
+        for number, micro in enumerate(micro_batches, 1):
+            on_micro_batch(number, len(micro_batches))
+            # Without a sync every rank accumulates whole gradients.
+            last = number == len(micro_batches)
+            model.set_requires_gradient_sync(last or self._config.reshard_after_forward)  # type: ignore[operator]
+            losses = losses_of(micro)
+            loss = (losses * part.token_weights[micro.tokens.cpu()].to(losses.device)).sum()
+            (loss * self._mesh.size()).backward()
+            total += loss.detach()
+        dist.all_reduce(total)
+        return float(total)
+
+    def _packing(self, batch: TrainBatch, numbers: Sequence[int]) -> Packing:
+        """The packing; equal on every rank."""
+        config, inputs = self._config, batch.inputs(numbers)
+        alike = neighbours(inputs, batch.groups[list(numbers)].tolist())
+
+        def laid_out(row_tokens: int) -> Packing:
+            units = prefix_units(alike, row_tokens)
+            plan = plan_micro_batches(
+                [unit.tokens for unit in units],
+                world_size=self._mesh.size(),
+                row_tokens=row_tokens,
+                tokens_per_micro_batch=config.tokens_per_micro_batch,
+            )
+            return Packing(units, plan)
+
+        if config.row_tokens:
+            return laid_out(config.row_tokens)
+        return cheapest(map(laid_out, widths(config.tokens_per_micro_batch)), self._pair_cost)
+
+
+def mini_batches(batch: TrainBatch, config: PolicyTrainerConfig) -> list[MiniBatch]:
+    """The configured number of mini-batches, without empty mini-batches: group g is in mini-batch g
+    modulo that number.
+    """
+    settings = config.algorithm
+    parts = []
+    for number in range(settings.mini_batches):
+        members = batch.groups % settings.mini_batches == number
+        own = members[batch.owners]
+        if not own.any():
+            continue
+        weights = torch.zeros(len(own))
+        weights[own] = token_weights(
+            settings.aggregation,
+            batch.sessions[batch.owners[own]],
+            len(batch.sessions[members].unique()),
+            settings.aggregation_tokens,
+        )
+        parts.append(MiniBatch(members, weights))
+    return parts

@@ -87,9 +87,8 @@ def read_best(directory: Path) -> Best | None:
         return None
     text = file.read_text(encoding="utf-8")
     try:
-        found = json.loads(text)
-        return Best(int(found["policy_version"]), float(found["evaluation"]))
-    except (ValueError, KeyError, TypeError) as error:
+        return from_object(Best, json.loads(text))
+    except (ValueError, DataLoss) as error:
         raise DataLoss(f"{file} does not name the best checkpoint", seen=text[:80]) from error
 
 

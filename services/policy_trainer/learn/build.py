@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,9 +13,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from paceline.errors import ConfigError
 from paceline.services.policy_trainer import algorithm_settings, algorithms
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
-from paceline.services.policy_trainer.learn import learner, loading, weights
+from paceline.services.policy_trainer.learn import learner, weights
 from paceline.services.policy_trainer.learn import model as models
-from paceline.services.policy_trainer.learn.critic import Critic
+from paceline.services.policy_trainer.learn.objective import Critic
 from paceline.training.process import join_ranks
 
 M = TypeVar("M", models.PolicyModel, models.ValueModel)
@@ -44,11 +43,8 @@ def _kind_of(device: str) -> str:
     if device == "auto":
         return "cuda" if 0 < ranks <= gpus else "cpu"
     if device == "cuda" and ranks > gpus:
-        raise ConfigError(
-            "each rank of the policy computes on a GPU of its own; set policy_trainer.ranks",
-            seen=f"{ranks} ranks on this host",
-            allowed=f"at most {gpus}, the GPUs that it has",
-        )
+        message = "each rank of the policy needs its own GPU; set policy_trainer.ranks"
+        raise ConfigError(message, seen=f"{ranks} ranks", allowed=f"at most {gpus}, the GPUs here")
     return device
 
 
@@ -61,7 +57,7 @@ def shard(
     Shards, gradients and their sums over ranks are fp32. Gathered parameters and computation use
     `compute_dtype` (Micikevicius et al. 2018, arXiv 1710.03740). Raises as StartWeights.
     """
-    start, names = loading.StartWeights(Path(config.model)), model.names()
+    start, names = models.StartWeights(Path(config.model)), model.names()
     dtype = getattr(torch, config.compute_dtype)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     whole = sum(parameter.nbytes for parameter in model.parameters())
@@ -85,12 +81,11 @@ def build_learner(
     """Builds the learner, with the start policy as reference and a critic if they are needed.
     Collective.
 
-    Raises ConfigError for: a directory without a model; an attention or head kernel that cannot
-    train here; adapters without peft; 8-bit moments without torchao; a user's algorithm that needs
-    a critic without settings for it.
+    Raises ConfigError for: a directory without a model; an attention kernel that cannot train here;
+    adapters without peft; 8-bit moments without torchao; a user's algorithm that needs a critic
+    without settings for it.
     """
-    loading.check_attention(config.attention, mesh.device_type)
-    check_head(config, mesh.device_type)
+    models.check_attention(config.attention, mesh.device_type)
     needs = algorithms.build_algorithm(config.algorithm).needs()
     policy = _policy(config, mesh, on_load, frozen=False)
     reference: models.PolicyModel | weights.StartPolicy | None = None
@@ -110,7 +105,6 @@ def _policy(
         Path(config.model),
         recompute=config.recompute_activations and not frozen,
         chunk_rows=config.head_rows,
-        head_kernel=config.head_kernel,
         attention=config.attention,
     )
     model.requires_grad_(not frozen)
@@ -125,31 +119,6 @@ def _critic(config: PolicyTrainerConfig, mesh: DeviceMesh, on_load: OnLoad) -> C
         raise ConfigError(
             "an algorithm of your own cannot have a critic", seen=settings.name, allowed="ppo"
         )
-    model = models.critic_on_meta(Path(config.model), attention=config.attention)
+    decoder = models.causal_lm_on_meta(Path(config.model), config.attention).model
+    model = models.ValueModel(decoder)
     return Critic(config, settings, shard(model, mesh, config, on_load), mesh)
-
-
-def check_head(config: PolicyTrainerConfig, device: str) -> None:
-    """Raises ConfigError for a head kernel that cannot train with these settings."""
-    seen = f"policy_trainer.head_kernel={config.head_kernel}"
-    if config.head_kernel != "cut_cross_entropy":
-        return
-
-    if device != "cuda" or config.compute_dtype != "bfloat16":
-        raise ConfigError(
-            "cut cross-entropy computes on CUDA and in bfloat16",
-            seen=f"{seen} on {device}, compute_dtype={config.compute_dtype}",
-            allowed="head_kernel=torch elsewhere",
-        )
-    if config.algorithm.entropy_coefficient:
-        raise ConfigError(
-            "cut cross-entropy has no gradient of the entropy",
-            seen=f"{seen}, algorithm.entropy_coefficient={config.algorithm.entropy_coefficient}",
-            allowed="algorithm.entropy_coefficient=0, or head_kernel=torch",
-        )
-    if find_spec("cut_cross_entropy") is None:
-        raise ConfigError(
-            "the kernel is not installed: pip install 'paceline[cut]'",
-            seen=seen,
-            allowed="head_kernel=torch without it",
-        )

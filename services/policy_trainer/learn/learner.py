@@ -18,38 +18,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from paceline.errors import DataLoss
 from paceline.services.policy_trainer.algorithms import base, build_algorithm
 from paceline.services.policy_trainer.algorithms.losses import divergence
+from paceline.services.policy_trainer.batches import packing
 from paceline.services.policy_trainer.batches.batch import MicroBatch, TrainBatch
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
-from paceline.services.policy_trainer.learn import memory, minibatches, weights
-from paceline.services.policy_trainer.learn.critic import Critic
+from paceline.services.policy_trainer.learn import weights
 from paceline.services.policy_trainer.learn.model import PolicyModel, ValueModel, pair_cost
-from paceline.services.policy_trainer.learn.objective import Figures, PolicyObjective
+from paceline.services.policy_trainer.learn.objective import Critic, Figures, policy_losses
 from paceline.services.policy_trainer.messages import StepFacts
 from paceline.telemetry import names, span
 from paceline.training.optimizer import NamedOptimizer
-
-
-class StepParts:
-    """Seconds of this rank by part, until they are taken. Rank 0 also records a span per part."""
-
-    def __init__(self) -> None:
-        self._seconds: defaultdict[str, float] = defaultdict(float)
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Attributes the block to that part. On CUDA, work may finish in a later part, at the
-        latest in the optimiser, which waits for the gradient's norm.
-        """
-        started = time.perf_counter()
-        with span(names.policy_part(name)) if dist.get_rank() == 0 else nullcontext():
-            yield
-        self._seconds[name] += time.perf_counter() - started
-
-    def collect(self) -> dict[str, float]:
-        """Seconds by figure; restarts from 0."""
-        found = {f"seconds/{name}": value for name, value in self._seconds.items()}
-        self._seconds.clear()
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,26 +56,26 @@ class Learner:
         self.reference = reference
         self.critic = critic
         self.algorithm: base.Algorithm = build_algorithm(config.algorithm)
-        self.objective = PolicyObjective(config.algorithm, self.algorithm)
-        self.packer = minibatches.Packer(config, mesh, pair_cost(model))
-        self.parts = StepParts()
+        self.packer = packing.Packer(config, mesh, pair_cost(model))
+        self._seconds: defaultdict[str, float] = defaultdict(float)  # of this step, by part
         self.updates = 0
         self.on_micro_batch: Callable[[int, int], None] = lambda number, of: None
         """Called with each micro-batch of this rank before it is trained on."""
         self.on_layer: Callable[[], None] = lambda: None
         """Called as each layer of a model is computed, forward and backward."""
-        for one in (model, reference, critic.model if critic else None):
+        every = (model, reference, critic.model if critic else None)
+        models = [one for one in every if one is not None]
+        for one in models:
             for layer in one.layers() if isinstance(one, PolicyModel | ValueModel) else ():
                 layer.register_forward_hook(self._note_layer)
         self.weights = weights.PolicyWeights(config, model)
         audited = config.audit.kept_versions if config.audit.share else 0
         versions = min(audited, config.max_staleness or 0)
-        self.kept = memory.KeptWeights(model, self.weights.trained, versions)
+        self.kept = weights.KeptWeights(model, self.weights.trained, versions)
         settings = config.optimizer
         self.optimizer = NamedOptimizer(self.weights.trained, settings, moments=settings.moments)
         optimizers = [self.optimizer, *([critic.optimizer] if critic else ())]
-        models = [model, reference, critic.model if critic else None]
-        self.memory = memory.DeviceMemory([one for one in models if one is not None], optimizers)
+        self.memory = weights.DeviceMemory(models, optimizers)
 
     def _note_layer(self, layer: nn.Module, given: Any, made: Any) -> None:
         self.on_layer()
@@ -114,9 +91,10 @@ class Learner:
         already trained.
         """
         started = time.perf_counter()
+        self._seconds.clear()
         figures = Figures()
         if self.kept.limit:
-            with self.parts.part("audit"):
+            with self._part("audit"):
                 self._audit_earlier(batch, figures)
                 self.kept.keep()
         known, returns = self._know(batch, figures)
@@ -124,24 +102,36 @@ class Learner:
             known = replace(known, advantages=torch.zeros_like(known.advantages))
         losses, norms = [], []
         for _ in range(self.config.algorithm.passes):
-            for part in minibatches.mini_batches(batch, self.config):
+            for part in packing.mini_batches(batch, self.config):
                 loss, norm = self._update(batch, part, known, figures)
                 losses.append(loss)
                 norms.append(norm)
                 if self.critic is not None:
-                    with self.parts.part("critic"):
+                    with self._part("critic"):
                         old = known.values
                         norms.append(self.critic.update(batch, part, old, returns, figures))
 
         means = {"loss": _mean(losses), "grad_norm": _mean(norms[:1])}
         finite = {name: value for name, value in means.items() if value is not None}
+        reduced, cells = figures.reduced()
         return StepFacts(
-            figures={**figures.reduced(), **finite, **self.parts.collect()},
+            figures={**reduced, **finite, **self._seconds},
             train_s=time.perf_counter() - started,
             world_size=self.mesh.size(),
             skipped_updates=sum(not math.isfinite(norm) for norm in norms),
-            cells=figures.audited(),
+            cells=cells,
         )
+
+    @contextmanager
+    def _part(self, name: str) -> Iterator[None]:
+        """Attributes the seconds of the block to that part of the step; rank 0 also records a span.
+        On CUDA, work may finish in a later part, at the latest in the optimiser, which waits for
+        the gradient's norm.
+        """
+        started = time.perf_counter()
+        with span(names.policy_part(name)) if dist.get_rank() == 0 else nullcontext():
+            yield
+        self._seconds[f"seconds/{name}"] += time.perf_counter() - started
 
     # --- before the updates -----------------------------------------------------------------------
 
@@ -153,13 +143,13 @@ class Learner:
         nothing = torch.zeros(len(batch.owners))
         proximal, reference, values = None, nothing, nothing
         if needs.proximal:
-            with self.parts.part("proximal_logprobs"):
+            with self._part("proximal_logprobs"):
                 proximal = self._look(batch, self.model, figures)
         if self.reference:
-            with self.parts.part("reference_logprobs"):
+            with self._part("reference_logprobs"):
                 reference = self._look(batch, self.reference)
         if self.critic:
-            with self.parts.part("values"):
+            with self._part("values"):
                 values = self._look(batch, self.critic.model)
         penalties = nothing
         kl = self.config.algorithm.kl
@@ -196,7 +186,7 @@ class Learner:
     # --- one update -------------------------------------------------------------------------------
 
     def _update(
-        self, batch: TrainBatch, part: minibatches.MiniBatch, known: StepStart, figures: Figures
+        self, batch: TrainBatch, part: packing.MiniBatch, known: StepStart, figures: Figures
     ) -> tuple[float, float]:
         """Loss and gradient norm before clipping. The norm is NaN if the loss is not finite. Both
         are 0 if nothing carries gradient.
@@ -207,14 +197,15 @@ class Learner:
         if not (moving & part.members)[batch.owners].any():
             return 0.0, 0.0
         moved = replace(part, members=part.members & moving)
-        with self.parts.part("forward_backward"):
+        with self._part("forward_backward"):
             loss = self._accumulate(batch, moved, known, figures)
-        with self.parts.part("optimizer"):
+        with self._part("optimizer"):
             return loss, self._move(loss)
 
     def _moving(self, batch: TrainBatch, advantages: Float[Tensor, " T"]) -> Bool[Tensor, " B"]:
         """Trajectories with tokens that carry gradient."""
-        if self.objective.has_divergence or self.objective.has_entropy:
+        settings = self.config.algorithm
+        if settings.kl.in_loss or settings.entropy_coefficient:
             return torch.ones(len(batch.rewards), dtype=torch.bool)
         moved = (advantages != 0).float()
         return torch.zeros(len(batch.rewards)).index_add_(0, batch.owners, moved) > 0
@@ -228,16 +219,18 @@ class Learner:
             self._measure(batch, micro, policy, entropy, figures)
 
     def _accumulate(
-        self, batch: TrainBatch, part: minibatches.MiniBatch, known: StepStart, figures: Figures
+        self, batch: TrainBatch, part: packing.MiniBatch, known: StepStart, figures: Figures
     ) -> float:
         """Accumulates gradients of the mini-batch's loss; returns that loss, equal on all ranks."""
+        settings = self.config.algorithm
+        rewarded = settings.entropy_coefficient > 0
 
         def losses_of(micro: MicroBatch) -> Tensor:
-            policy, entropy = self.model(micro, entropy_gradient=self.objective.has_entropy)
+            policy, entropy = self.model(micro, entropy_gradient=rewarded)
             if known.proximal_logprobs is None:
                 self._measure(batch, micro, policy, entropy, figures)
             tokens = self._token_batch(batch, micro, known, policy)
-            losses, metrics = self.objective.losses(tokens, entropy)
+            losses, metrics = policy_losses(settings, self.algorithm, tokens, entropy)
             figures.add(metrics)
             return losses
 
@@ -324,11 +317,8 @@ class Learner:
         Raises KeyError or DataLoss for a state of other adapters.
         """
         if self.weights.adapted and state["adapter_scale"] != self.config.adapters.scale:
-            raise DataLoss(
-                "adapters of another alpha / rank",
-                seen=state["adapter_scale"],
-                allowed=self.config.adapters.scale,
-            )
+            seen, allowed = state["adapter_scale"], self.config.adapters.scale
+            raise DataLoss("adapters of another alpha / rank", seen=seen, allowed=allowed)
         self.optimizer.load_state(state)
         self.updates = state["updates"]
         if self.critic:

@@ -1,27 +1,126 @@
-"""Loads the policy and its critic, and runs them over packed rows.
+"""Loads the policy and its critic, and runs them over packed rows. The start policy is loaded unit
+by unit, so no rank ever holds all of it.
 
 Shape letters: R rows, W row width, M trained tokens, U distinct trained tokens, D hidden size, V
 vocabulary, C rows of a chunk of the language-model head.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
 
+from paceline.errors import ConfigError, DataLoss, WeightsError
+from paceline.models import loading, products
 from paceline.services.policy_trainer.batches.batch import MicroBatch
 from paceline.services.policy_trainer.config import rows_of_head
-from paceline.services.policy_trainer.learn.loading import KERNELS, causal_lm_on_meta
+
+KERNELS = {"sdpa": "sdpa", "flex": "flex_attention"}
+"""transformers' names for the choices of `policy_trainer.attention`."""
+
+
+def causal_lm_on_meta(directory: Path, attention: str = "sdpa") -> Any:
+    """The transformers module of a directory in fp32, with parameters on meta.
+
+    Raises ConfigError for a directory without a model.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds to import
+
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"no model can be loaded from {directory}: {error}", seen=directory
+        ) from error
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=KERNELS[attention]
+        )
+    # The only buffers of these models. They are computed, not stored in a file.
+    lm.model.rotary_emb = type(lm.model.rotary_emb)(config=config)
+    products.use_linear(lm)
+    return lm
+
+
+def check_attention(attention: str, device: str) -> None:
+    """Raises ConfigError for a kernel that cannot train on the device."""
+    if attention != "sdpa" and device != "cuda":
+        seen = f"policy_trainer.attention={attention}"
+        raise ConfigError(f"this attention does not train on {device}", seen=seen, allowed="sdpa")
+
+
+class StartWeights:
+    """The safetensors of a Hugging Face directory, read tensor by tensor."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises InvalidInput for a directory without weights, DataLoss for a damaged file."""
+        self._directory = directory
+        self._files: dict[str, Path] = {}
+        for path in loading.weight_files(directory):
+            try:
+                with safe_open(path, framework="pt") as opened:
+                    self._files |= dict.fromkeys(opened.keys(), path)
+            except (SafetensorError, OSError) as error:
+                raise _unreadable(path, error) from error
+
+    def fill(self, unit: nn.Module, names: Mapping[nn.Parameter, str], device: str) -> None:
+        """Allocates parameters of the unit that have no memory yet, on the device, with the file's
+        numbers. Tied parameters stay tied.
+
+        `names`: their names in the files. Raises WeightsError for a tensor that is missing or has
+        another shape.
+        """
+        filled: dict[nn.Parameter, nn.Parameter] = {}
+        for owner in unit.modules():
+            for key, parameter in list(
+                owner.named_parameters(recurse=False, remove_duplicate=False)
+            ):
+                if not parameter.is_meta:
+                    continue
+                if parameter not in filled:
+                    whole = self.read(names[parameter], parameter.shape).to(device)
+                    filled[parameter] = nn.Parameter(whole, parameter.requires_grad)
+                owner.register_parameter(key, filled[parameter])
+
+    def dtype(self, name: str) -> str:
+        """torch's name for the stored dtype of a tensor; empty if it is absent."""
+        if name not in self._files:
+            return ""
+        with safe_open(self._files[name], framework="pt") as opened:
+            first: Tensor = opened.get_slice(name)[:1]
+        return str(first.dtype).removeprefix("torch.")
+
+    def read(self, name: str, shape: torch.Size) -> Tensor:
+        """One tensor in fp32. Raises as `fill` does."""
+        path = self._files.get(name)
+        if path is None:
+            raise WeightsError(
+                f"tensor {name} is missing", seen=self._directory, allowed=f"{tuple(shape)}"
+            )
+        try:
+            with safe_open(path, framework="pt") as opened:
+                tensor: Tensor = opened.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(path, error) from error
+        if tensor.shape != shape:
+            raise WeightsError(
+                f"tensor {name} has a wrong shape", seen=tuple(tensor.shape), allowed=tuple(shape)
+            )
+        return tensor.to(torch.float32)
+
+
+def _unreadable(path: Path, error: Exception) -> DataLoss:
+    return DataLoss(f"cannot read {path}: {error}", allowed="a whole safetensors file")
+
 
 Head = Callable[[Float[Tensor, "C D"]], Float[Tensor, "C V"]]
-HeadKernel = Literal["torch", "cut_cross_entropy"]
-"""See policy_trainer.head_kernel."""
 
 
 def head_logprobs(
@@ -31,24 +130,17 @@ def head_logprobs(
     *,
     chunk_rows: int,
     entropy_gradient: bool = False,
-    kernel: HeadKernel = "torch",
 ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
     """Log-prob of each target and entropy in nats, in fp32. The entropy has a gradient only with
     `entropy_gradient`.
 
     Memory holds the logits of one chunk at most. With several chunks, they are computed again in
-    the backward (Chen et al. 2016, arXiv 1604.06174). Cut cross-entropy has no chunks, and
-    estimates the entropy by -log p of the target. Its mean over targets drawn by the model itself
-    equals the entropy.
+    the backward (Chen et al. 2016, arXiv 1604.06174).
     """
-    if kernel == "cut_cross_entropy":
-        assert isinstance(head, nn.Linear)
-        assert not entropy_gradient
-        logprobs = _cut_logprobs(hidden, head.weight, targets)
-        return logprobs, -logprobs.detach()
 
     def of_chunk(rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        return _scored(head(rows), wanted, entropy_gradient)
+        logprobs, entropy = _Scores.apply(head(rows).float(), wanted, entropy_gradient)
+        return logprobs, entropy if entropy_gradient else entropy.detach()
 
     chunks = list(zip(hidden.split(chunk_rows), targets.split(chunk_rows), strict=True))
     again = torch.is_grad_enabled() and len(chunks) > 1
@@ -58,18 +150,6 @@ def head_logprobs(
     ]
     scores, entropies = zip(*parts, strict=True)
     return torch.cat(scores), torch.cat(entropies)
-
-
-def _cut_logprobs(
-    hidden: Float[Tensor, "M D"], weight: Float[Tensor, "V D"], targets: Int[Tensor, " M"]
-) -> Float[Tensor, " M"]:
-    """Log-prob of each target in fp32, by a kernel that sums logits as it computes them (Wijmans et
-    al. 2024, arXiv 2411.09009). Values too small for bfloat16 are left out of the gradient.
-    """
-    from cut_cross_entropy import linear_cross_entropy  # imports triton
-
-    negative: Tensor = linear_cross_entropy(hidden, weight, targets, reduction="none")
-    return -negative.float()
 
 
 class _Scores(torch.autograd.Function):
@@ -103,13 +183,6 @@ class _Scores(torch.autograd.Function):
         return whole.scatter_add_(-1, targets[:, None], of_logprob[:, None]), None, None
 
 
-def _scored(
-    logits: Float[Tensor, "C V"], targets: Int[Tensor, " C"], entropy_gradient: bool
-) -> tuple[Float[Tensor, " C"], Float[Tensor, " C"]]:
-    logprobs, entropy = _Scores.apply(logits.float(), targets, entropy_gradient)
-    return logprobs, entropy if entropy_gradient else entropy.detach()
-
-
 MASKED = 2.5
 """Cost of a multiplication in masked attention, relative to a multiplication in a matrix product.
 Measured on a CPU with the demo's policy: a core does 2.6 times fewer per second.
@@ -122,12 +195,11 @@ class PolicyModel(nn.Module):
     A trained token shared by several trajectories is predicted once.
     """
 
-    def __init__(self, lm: Any, chunk_rows: int = 0, *, head_kernel: HeadKernel = "torch") -> None:
-        """`chunk_rows`, `head_kernel`: policy_trainer.head_rows and head_kernel."""
+    def __init__(self, lm: Any, chunk_rows: int = 0) -> None:
+        """`chunk_rows`: policy_trainer.head_rows."""
         super().__init__()
         self.lm = lm
         self._chunk_rows = chunk_rows or rows_of_head(lm.config.vocab_size)
-        self._head_kernel = head_kernel
 
     def forward(
         self, micro: MicroBatch, *, entropy_gradient: bool = False
@@ -144,7 +216,6 @@ class PolicyModel(nn.Module):
             micro.targets,
             chunk_rows=self._chunk_rows,
             entropy_gradient=entropy_gradient,
-            kernel=self._head_kernel,
         )
         return logprobs[micro.predictions], entropy[micro.predictions]
 
@@ -198,16 +269,15 @@ class ValueModel(nn.Module):
 
 def hidden_rows(decoder: Any, micro: MicroBatch) -> Float[Tensor, "U D"]:
     """Last hidden states at the positions that predict a trained token."""
-    ids, positions, mask = micro.input_ids, micro.position_ids, None
-    kernel = decoder.config._attn_implementation
-    if kernel == KERNELS["flash"]:
-        # flash takes documents of any length, but finds them by their positions in a single row
-        # only.
-        ids, positions = ids.view(1, -1), positions.view(1, -1)
-    elif micro.subtree_ends is not None:
-        mask = tree_mask(micro.subtree_ends, blocks=kernel == KERNELS["flex"])
+    mask = None
+    if micro.subtree_ends is not None:
+        blocks = decoder.config._attn_implementation == KERNELS["flex"]
+        mask = tree_mask(micro.subtree_ends, blocks=blocks)
     hidden: Tensor = decoder(
-        input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False
+        input_ids=micro.input_ids,
+        position_ids=micro.position_ids,
+        attention_mask=mask,
+        use_cache=False,
     ).last_hidden_state
     return hidden.flatten(0, 1)[micro.predict_at]
 
@@ -246,24 +316,16 @@ def policy_on_meta(
     *,
     recompute: bool = False,
     chunk_rows: int = 0,
-    head_kernel: HeadKernel = "torch",
     attention: str = "sdpa",
 ) -> PolicyModel:
     """The model of a Hugging Face directory in fp32, on meta (see loading.py).
 
     `recompute`: keep only the input of each decoder layer's forward (Chen et al. 2016, arXiv
-    1604.06174). `chunk_rows`, `head_kernel`: as in PolicyModel. Raises as causal_lm_on_meta.
+    1604.06174). `chunk_rows`: as in PolicyModel. Raises as causal_lm_on_meta.
     """
     lm = causal_lm_on_meta(directory, attention)
     lm.config.use_cache = False
     if recompute:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         lm.train()  # transformers recomputes in training mode only; there is no dropout
-    return PolicyModel(lm, chunk_rows, head_kernel=head_kernel)
-
-
-def critic_on_meta(directory: Path, *, attention: str = "sdpa") -> ValueModel:
-    """A critic that starts from the decoder of a Hugging Face directory. Raises as
-    policy_on_meta.
-    """
-    return ValueModel(causal_lm_on_meta(directory, attention).model)
+    return PolicyModel(lm, chunk_rows)

@@ -1,68 +1,59 @@
-"""Computes the losses of a micro-batch's tokens, and sums the figures of a step."""
+"""Computes the losses of the policy's and the critic's tokens, and sums the figures of a step.
+
+The critic learns the remaining reward of a trajectory and is sharded as the policy. Shape letters:
+M trained tokens of a micro-batch, T of the batch.
+"""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.services.policy_trainer import algorithm_settings, audit
 from paceline.services.policy_trainer.algorithms import losses as loss_functions
 from paceline.services.policy_trainer.algorithms.base import Algorithm, TokenBatch
+from paceline.services.policy_trainer.batches import packing
+from paceline.services.policy_trainer.batches.batch import MicroBatch, TrainBatch
+from paceline.services.policy_trainer.config import PolicyTrainerConfig
+from paceline.services.policy_trainer.learn.model import ValueModel, pair_cost
 from paceline.tagged_json import from_object, to_object
+from paceline.training.optimizer import NamedOptimizer
 from paceline.training.process import from_all_ranks
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyObjective:
-    """The minimised objective, as a pure function of a micro-batch."""
+def policy_losses(
+    settings: algorithm_settings.AlgorithmConfig,
+    algorithm: Algorithm,
+    tokens: TokenBatch,
+    entropy: Float[Tensor, " M"],
+) -> tuple[Float[Tensor, " M"], dict[str, Float[Tensor, " M"]]]:
+    """Loss of each token of the policy, and figures for the report.
 
-    settings: algorithm_settings.AlgorithmConfig
-    algorithm: Algorithm
-
-    @property
-    def has_divergence(self) -> bool:
-        """Whether the loss contains the divergence from the reference."""
-        return self.settings.kl.coefficient > 0 and self.settings.kl.place == "loss"
-
-    @property
-    def has_entropy(self) -> bool:
-        """Whether the loss contains the entropy."""
-        return self.settings.entropy_coefficient > 0
-
-    def losses(
-        self, tokens: TokenBatch, entropy: Float[Tensor, " M"]
-    ) -> tuple[Float[Tensor, " M"], dict[str, Float[Tensor, " M"]]]:
-        """Loss of each token, and figures for the report.
-
-        w_t L_t + kl.coefficient D_t - entropy_coefficient H_t
-        """
-        own = self.algorithm.loss(tokens)
-        weights, kept = loss_functions.correction_weights(
-            self.settings.correction,
-            tokens.proximal_logprobs,
-            tokens.behavior_logprobs,
-            tokens.sequences,
-        )
-        losses = weights * own.losses
-        metrics = {
-            **own.metrics,
-            "clip_fraction": own.clipped.to(losses.dtype),
-            "masked_fraction": (~kept).to(losses.dtype),
-            "correction_weight": weights,
-        }
-        if self.has_divergence:
-            kl = self.settings.kl
-            apart = loss_functions.divergence(
-                tokens.policy_logprobs, tokens.reference_logprobs, kl.estimator
-            )
-            losses = losses + kl.coefficient * apart
-            metrics["divergence"] = apart.detach()
-        if self.has_entropy:
-            losses = losses - self.settings.entropy_coefficient * entropy
-        return losses, metrics
+    w_t L_t + kl.coefficient D_t - entropy_coefficient H_t
+    """
+    own = algorithm.loss(tokens)
+    weights, kept = loss_functions.correction_weights(
+        settings.correction, tokens.proximal_logprobs, tokens.behavior_logprobs, tokens.sequences
+    )
+    losses = weights * own.losses
+    metrics = {
+        **own.metrics,
+        "clip_fraction": own.clipped.to(losses.dtype),
+        "masked_fraction": (~kept).to(losses.dtype),
+        "correction_weight": weights,
+    }
+    if settings.kl.in_loss:
+        policy, reference = tokens.policy_logprobs, tokens.reference_logprobs
+        apart = loss_functions.divergence(policy, reference, settings.kl.estimator)
+        losses = losses + settings.kl.coefficient * apart
+        metrics["divergence"] = apart.detach()
+    if settings.entropy_coefficient:
+        losses = losses - settings.entropy_coefficient * entropy
+    return losses, metrics
 
 
 _RATIO, _SQUARED, _LARGEST = "_ratio", "_ratio_squared", "behavior_gap_max"
@@ -122,22 +113,18 @@ class Figures:
             cell = audit.AuditCell(int(own.sum()), float(sizes[own].sum()), found)
             self._cells[name] = self._cells.get(name, audit.AuditCell()) + cell
 
-    def audited(self) -> dict[str, audit.AuditCell]:
-        """Audit cells of all ranks. Collective."""
-        found: dict[str, audit.AuditCell] = {}
-        own = {name: to_object(cell) for name, cell in self._cells.items()}
-        for cells in from_all_ranks(own):
-            for name, cell in cells.items():
-                found[name] = found.get(name, audit.AuditCell()) + from_object(
-                    audit.AuditCell, cell
-                )
-        return dict(sorted(found.items()))
-
-    def reduced(self) -> dict[str, float]:
-        """Figures of all ranks, sorted by name, without non-finite values. Collective."""
+    def reduced(self) -> tuple[dict[str, float], dict[str, audit.AuditCell]]:
+        """Figures of all ranks without non-finite values, and audit cells, sorted by name.
+        Collective.
+        """
         sums: dict[str, list[float]] = {}
         maxima: dict[str, float] = {}
-        for part, largest in from_all_ranks((self._sums, self._maxima)):
+        audited: dict[str, audit.AuditCell] = {}
+        own = {name: to_object(cell) for name, cell in self._cells.items()}
+        for part, largest, cells in from_all_ranks((self._sums, self._maxima, own)):
+            for name, cell in cells.items():
+                read = from_object(audit.AuditCell, cell)
+                audited[name] = audited.get(name, audit.AuditCell()) + read
             for name, (total, count) in part.items():
                 one = sums.setdefault(name, [0.0, 0.0])
                 one[0] += total
@@ -149,8 +136,71 @@ class Figures:
         if squared:
             found["effective_sample_size"] = ratio * ratio / squared  # share of the tokens
         every = sorted({**found, **maxima}.items())
-        return {name: value for name, value in every if math.isfinite(value)}
+        finite = {name: value for name, value in every if math.isfinite(value)}
+        return finite, dict(sorted(audited.items()))
 
 
 def _of(values: Mapping[str, Tensor], chosen: Tensor, label: str) -> dict[str, Tensor]:
     return {f"{name}/{label}": value[chosen] for name, value in values.items()}
+
+
+class Critic:
+    """Model and optimiser of this rank. All methods are collective."""
+
+    def __init__(
+        self,
+        config: PolicyTrainerConfig,
+        settings: algorithm_settings.PpoConfig,
+        model: ValueModel,
+        mesh: DeviceMesh,
+    ) -> None:
+        self.model = model
+        self._settings = settings
+        self._packer = packing.Packer(config, mesh, pair_cost(model))
+        self._updates = 0
+        self.warmup_steps = settings.critic_warmup_steps  # first steps that train it alone
+        optimizer = config.optimizer.model_copy(update={"lr": settings.critic_lr})
+        self.optimizer = NamedOptimizer(
+            dict(model.named_parameters()), optimizer, moments=optimizer.moments
+        )
+
+    def update(
+        self,
+        batch: TrainBatch,
+        part: packing.MiniBatch,
+        old_values: Float[Tensor, " T"],
+        returns: Float[Tensor, " T"],
+        figures: Figures,
+    ) -> float:
+        """One update towards the returns. Returns the gradient's norm before clipping. If loss or
+        gradient is not finite, the norm is not finite and the update is not taken.
+        """
+
+        def losses_of(micro: MicroBatch) -> Tensor:
+            at, values = micro.tokens.cpu(), self.model(micro)
+            wanted, old = returns[at].to(values.device), old_values[at].to(values.device)
+            losses = loss_functions.clipped_value_loss(
+                values, old, wanted, value_clip=self._settings.value_clip
+            )
+            figures.add({"value_loss": losses.detach(), "value_error": (old - wanted).abs()})
+            return losses
+
+        self.optimizer.forget()
+        total = self._packer.accumulate(self.model, batch, part, losses_of)
+        norm = self.optimizer.step(self._updates + 1) if math.isfinite(total) else math.nan
+        self._updates += math.isfinite(norm)
+        return norm
+
+    def state(
+        self,
+        mesh: DeviceMesh | None,
+        into: Mapping[str, Any] | None,
+        numbers: Callable[[Tensor], Tensor],
+    ) -> dict[str, Any]:
+        """As Learner.state. `numbers`: returns the values of a shard."""
+        return {**self.optimizer.state(mesh, into, numbers), "updates": self._updates}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """As Learner.load_state."""
+        self.optimizer.load_state(state)
+        self._updates = state["updates"]

@@ -1,4 +1,5 @@
-"""The policy's weights in their trained, published and exported form.
+"""The policy's weights in their trained, published and exported form, off their device, and of
+earlier versions.
 
 Without adapters these are the same tensors. With adapters, only adapters are trained and written to
 checkpoints. The published form is W + (alpha / rank) B A, which any engine serves. A push sends
@@ -7,9 +8,11 @@ that sum, or the adapters.
 
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +21,18 @@ import torch.distributed as dist
 from jaxtyping import Float
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from paceline.errors import ConfigError
 from paceline.models import adapters, loading
 from paceline.services.policy_trainer.batches.batch import MicroBatch
 from paceline.services.policy_trainer.config import AdaptersConfig, PolicyTrainerConfig
-from paceline.services.policy_trainer.learn.loading import StartWeights
-from paceline.services.policy_trainer.learn.model import PolicyModel
+from paceline.services.policy_trainer.learn.model import PolicyModel, StartWeights
 from paceline.training import checkpoints, process
+from paceline.training.offload import Offload
+from paceline.training.optimizer import NamedOptimizer
+from paceline.training.shards import local_of
 
 ADAPTER = "default"
 """peft's name for the only adapter of a module."""
@@ -42,9 +48,7 @@ def add_adapters(model: PolicyModel, settings: AdaptersConfig) -> None:
     """
     if find_spec("peft") is None:
         raise ConfigError(
-            "adapters need peft: pip install 'paceline[lora]'",
-            seen=f"policy_trainer.adapters.rank={settings.rank}",
-            allowed="0 without it",
+            "adapters.rank needs peft: pip install 'paceline[lora]'", seen=settings.rank, allowed=0
         )
     from peft import inject_adapter_in_model  # takes seconds to import
 
@@ -240,3 +244,70 @@ class PolicyWeights:
             weight.to_local(), up.to_local(), down.full_tensor(), alpha=self._settings.scale
         )
         return checkpoints.sharded_like(weight, local, weight.device_mesh)
+
+
+class DeviceMemory(Offload):
+    """A rank's tensors between steps: shards and moments. Gradients exist only within a step."""
+
+    def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[NamedOptimizer]) -> None:
+        self._models = models
+        held: list[Iterable[Tensor]] = [model.parameters() for model in models]
+        held += [optimizer.named().values() for optimizer in optimizers]
+        super().__init__(chain.from_iterable(held))
+
+    def leave(self) -> None:
+        """Frees device memory until `enter`; the numbers stay on the CPU."""
+        for model in self._models:
+            reshard(model)
+        super().leave()
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees tensors gathered by a forward without backward; the next forward gathers again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+class KeptWeights:
+    """This rank's shards of the last versions; empty after a restart."""
+
+    def __init__(self, model: nn.Module, trained: Mapping[str, Tensor], versions: int) -> None:
+        """`trained`: parameters of the model. `versions`: largest number of kept versions."""
+        self._model = model
+        self._trained = trained
+        self.limit = versions
+        self._kept: deque[list[Tensor]] = deque(maxlen=versions)
+
+    @property
+    def versions(self) -> int:
+        """Number of kept versions."""
+        return len(self._kept)
+
+    def keep(self) -> None:
+        """Keeps the current weights as the newest version, in the memory of the oldest."""
+        if not self.limit:
+            return
+        if len(self._kept) < self.limit:
+            memory = [torch.empty_like(one, device="cpu") for one in self._shards()]
+        else:
+            memory = self._kept[0]
+        self._kept.append(memory)  # replaces the oldest
+        torch._foreach_copy_(memory, self._shards())
+
+    @contextmanager
+    def as_of(self, lag: int) -> Iterator[None]:
+        """Within the block, the model has the weights of the lag-th last kept version."""
+        now = [one.detach().clone() for one in self._shards()]
+        self._serve(self._kept[-lag])
+        try:
+            yield
+        finally:
+            self._serve(now)
+
+    def _serve(self, weights: list[Tensor]) -> None:
+        reshard(self._model)
+        torch._foreach_copy_(self._shards(), weights)
+
+    def _shards(self) -> list[Tensor]:
+        return [local_of(one).detach() for one in self._trained.values()]

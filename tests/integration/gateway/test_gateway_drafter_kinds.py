@@ -16,7 +16,7 @@ from twin_kind import TwinNet
 
 from paceline.local.patience import patient
 from paceline.models.config import read_config
-from paceline.services.drafter_trainer.gate.publish import push_drafter
+from paceline.services.drafter_trainer.driver import push_drafter
 from paceline.services.drafter_trainer.messages import Judged
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
@@ -64,7 +64,7 @@ async def test_a_pushed_kind_serves_also_on_a_worker_that_starts_again(
     async with serve_gateway(**settings) as served:
         with pytest.raises(grpc.aio.AioRpcError, match="it rests"):
             await trained_rounds(served, "twin:3_1_4")
-        judged = Judged(1, "promoted", "twin", 1, lm_head_hash="00ff", path=str(candidate))
+        judged = Judged("promoted", "twin", 1, lm_head_hash="00ff", path=str(candidate))
         await push_drafter(served.channel, judged, CONTEXT)
         await commit_versions(served.channel, CONTEXT, VersionSet(1, 0, 1), pb.PAUSE_MODE_IN_PLACE)
         worker = (await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))).workers[

@@ -11,7 +11,7 @@ from paceline.config import Config, ServiceConfig, known_keys
 from paceline.config.load import load_config
 from paceline.errors import ConfigError
 from paceline.services.coordinator.config import EvaluationConfig
-from paceline.services.drafter_trainer.offline.config import OfflineConfig
+from paceline.services.drafter_trainer.config import OfflineConfig
 from paceline.trajectory import TEMPERATURE
 
 

@@ -19,6 +19,7 @@ from paceline.services.drafter_trainer.learn.learner import DrafterLearner
 from paceline.services.drafter_trainer.learn.membership import Members, Membership, on_cpu
 from paceline.services.drafter_trainer.rows.sample import pack
 from paceline.speculators.eagle import EagleNet
+from paceline.training.shards import local_of
 
 ROWS = [pack([sample(12 + i, i)], window=512) for i in range(8)]
 HEAD = toy_policy().policy_head()
@@ -33,7 +34,8 @@ def learner(kind: str = "adamw", members: Members | None = None) -> DrafterLearn
 
 def held(one: DrafterLearner) -> list[Tensor]:
     """Return a learner's tensors on its device: shards, moments, averages, a partial gradient."""
-    return list(one.sharded.local().values())
+    live = one.sharded.named() | one.sharded.gradients()
+    return [local_of(each.detach()) for each in live.values()]
 
 
 @contextmanager

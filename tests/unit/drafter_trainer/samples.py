@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.models.config import ModelConfig
-from paceline.services.drafter_trainer.learn.heads import PolicyHead
-from paceline.services.drafter_trainer.rows.sample import FeatureSample, sample_from
+from paceline.services.drafter_trainer.rows.sample import FeatureSample, PolicyHead, sample_from
 from paceline.speculators.net import DraftNet
 from paceline.speculators.packed import PackedRow
 from paceline.streams import FeatureBatch

@@ -16,7 +16,6 @@ from unit.drafter_trainer.samples import TARGET, sample, toy_policy
 from whole_tensors import whole_of
 
 from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
-from paceline.services.drafter_trainer.learn.heads import PolicyHead
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner
 from paceline.services.drafter_trainer.learn.membership import (
     Membership,
@@ -24,10 +23,11 @@ from paceline.services.drafter_trainer.learn.membership import (
     hand_out,
     receive,
 )
-from paceline.services.drafter_trainer.rows.sample import pack
+from paceline.services.drafter_trainer.rows.sample import PolicyHead, pack
 from paceline.speculators.eagle import EagleNet
 from paceline.speculators.packed import PackedRow
 from paceline.training.checkpoints import CheckpointWriter
+from paceline.training.process import from_rank_zero
 
 ROWS = 6  # of an optimiser step
 
@@ -44,7 +44,7 @@ def activate(
     """
     loss = 0.0
     for place, (ranks, rows) in enumerate(pieces):
-        assert membership.agreed(running=dist.get_rank() == 0)
+        assert from_rank_zero(dist.get_rank() == 0)
         members = membership.join(range(ranks))
         learner.attach(members)
         last = place == len(pieces) - 1
@@ -128,7 +128,6 @@ def begins_again(out: Path) -> None:
     learner = DrafterLearner(
         EagleNet(TARGET, seed=1), config, micro_batches=ROWS, members=membership.members
     )
-    assert membership.agreed(running=dist.get_rank() == 0)
     learner.attach(membership.join(range(2)))
     rows = [pack([sample(12, seed)], window=512) for seed in range(2 * ROWS)]
     learn(learner, 2, rows[: ROWS + 2], head, then="again")

@@ -103,7 +103,7 @@ def test_a_bias_that_vllm_would_not_add_is_refused_unless_it_is_zero(
     tensors = load_file(source / "model.safetensors")
     tensors["fc.bias"][3] = 0.1
     save_file(tensors, source / "model.safetensors")
-    with pytest.raises(InvalidInput, match="no bias behind fc"):
+    with pytest.raises(InvalidInput, match="no bias after fc"):
         export_checkpoint(source, model, tmp_path / "other", Format.VLLM)
     assert not (tmp_path / "other").exists()
 

@@ -18,11 +18,10 @@ EXAMPLES: list[m.Message] = [
     m.NewHead(4, "/spool/policy_head-4"),
     m.Serving(4, 2),
     Save(3),
-    m.Attached(3, 2),
+    m.Attached(2),
     Impaired("a file"),
     Doing("trains", "rows"),
     m.Judged(
-        3,
         "promoted",
         "eagle",
         5,
@@ -33,7 +32,7 @@ EXAMPLES: list[m.Message] = [
         path="/candidates/drafter-5",
     ),
     m.Stopped(3, "preempted", 4, 17, 900, 0.5, 1.5, 0.25, 44, {"stale_head": 2}),
-    m.Standing(5, 44, 9_000, 12, 1 << 20, ["00ff", "11ff"], 4, True),
+    m.Standing(44, 12),
     Saved(3, "/checkpoints/drafter", 44),
 ]
 

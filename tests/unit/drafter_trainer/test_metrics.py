@@ -14,7 +14,6 @@ def test_acceptance_is_told_by_position_role_and_temperature(
     metric_reader: InMemoryMetricReader,
 ) -> None:
     decision = m.Judged(
-        1,
         "kept",
         "eagle",
         2,
@@ -26,18 +25,13 @@ def test_acceptance_is_told_by_position_role_and_temperature(
         serving_survival=[0.5, 0.0],
     )
     metrics.record_decision(decision)
-    metrics.record_decision(m.Judged(1, "frozen", "eagle", 2))
+    metrics.record_decision(m.Judged("frozen", "eagle", 2))
     assert points(metric_reader, metrics, "decisions") == {
         ("kept", "eagle"): 1,
         ("frozen", "eagle"): 1,
     }
     assert points(metric_reader, metrics, "judged_policy_version") == {("eagle",): 7}
     assert points(metric_reader, metrics, "survival")["eagle", 2, "candidate", 0.5] == 0.25
-    conditional = points(metric_reader, metrics, "conditional_acceptance")
-    assert (conditional["eagle", 1, "serving", 0.5], conditional["eagle", 2, "candidate", 0.5]) == (
-        0.5,
-        0.5,
-    )
     assert points(metric_reader, metrics, "accept_length") == {
         ("eagle", "candidate", 0.5): 1.75,
         ("eagle", "serving", 0.5): 1.5,
@@ -48,7 +42,7 @@ def test_loss_terms_samples_and_slot_seconds_are_counted(
     metric_reader: InMemoryMetricReader,
 ) -> None:
     for _ in range(2):
-        metrics.record_micro_step("lstm", MicroResult(0.75, 40, True, {"token": 0.5}), samples=3)
+        MicroResult(0.75, 40, True, {"token": 0.5}).record("lstm", samples=3)
     assert points(metric_reader, metrics, "samples") == {("lstm",): 6}
     assert points(metric_reader, metrics, "positions") == {("lstm",): 80}
     assert points(metric_reader, metrics, "loss") == {

@@ -9,10 +9,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.services.drafter_trainer.offline.config import OfflineConfig
+from paceline.services.drafter_trainer.config import OfflineConfig
 from paceline.services.drafter_trainer.offline.data import Example
 from paceline.services.drafter_trainer.offline.rank import rows_of, split
-from paceline.training.packing import first_fit
+from paceline.training import first_fit
 
 CONFIG = OfflineConfig(data=Path("d"), model=Path("m"), row_tokens=50, seed=7)
 

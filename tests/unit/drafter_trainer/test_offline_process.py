@@ -17,7 +17,7 @@ from random_models import save_random
 from safetensors.torch import load_file
 
 from paceline.local.patience import patient
-from paceline.services.drafter_trainer.offline.config import OfflineConfig
+from paceline.services.drafter_trainer.config import OfflineConfig
 from paceline.services.drafter_trainer.offline.rank import train
 
 SETTINGS: dict[str, Any] = {"batch_tokens": 256, "row_tokens": 128, "lr": 1e-3, "warmup_steps": 0}

@@ -10,9 +10,9 @@ from random_models import save_random
 from transformers import PreTrainedModel
 
 from paceline.models.loading import hash_head, read_tensors
-from paceline.services.drafter_trainer.learn.heads import load_policy_head
 from paceline.services.drafter_trainer.offline.data import Example
 from paceline.services.drafter_trainer.offline.rank import packed_row
+from paceline.services.drafter_trainer.rows.sample import load_policy_head
 from paceline.speculators.base import CaptureSpec
 from paceline.training.shards import load_causal_lm
 

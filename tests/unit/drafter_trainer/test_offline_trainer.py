@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.errors import ConfigError, InvalidInput
 from paceline.models.config import read_config
-from paceline.services.drafter_trainer.offline.config import OfflineConfig
+from paceline.services.drafter_trainer.config import OfflineConfig
 from paceline.services.drafter_trainer.offline.rank import train
 from paceline.speculators.eagle import EagleDrafter, EagleNet
 from paceline.speculators.kinds import SpeculatorKind

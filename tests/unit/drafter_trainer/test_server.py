@@ -16,7 +16,6 @@ def filled(kind: type[Any]) -> Any:
     hints = get_type_hints(kind)
     made = {
         "survival": [0.5],
-        "conditional": [0.5],
         "serving_survival": [0.25],
         "dropped": {"stale_head": 2},
     }

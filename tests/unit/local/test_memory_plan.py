@@ -22,8 +22,7 @@ from paceline.models.config import ModelConfig, read_config
 from paceline.models.in_place import ServedModel, storages
 from paceline.models.profiles import PROFILES, ROUNDED
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
-from paceline.services.policy_trainer.learn.loading import StartWeights
-from paceline.services.policy_trainer.learn.model import policy_on_meta
+from paceline.services.policy_trainer.learn.model import StartWeights, policy_on_meta
 from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.engines.embedded.kv_cache import SlotStore
 

@@ -19,7 +19,7 @@ from paceline.services.policy_trainer.batches.batch import make_batch
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.learn.build import build_learner, form_mesh
 from paceline.services.policy_trainer.learn.learner import Learner
-from paceline.services.policy_trainer.messages import Sender, Train
+from paceline.services.policy_trainer.messages import Train, Wanted
 from paceline.services.policy_trainer.trainer import PolicyTrainer
 
 
@@ -71,7 +71,7 @@ def main(model: Path, out: Path, given: Mapping[str, Any]) -> None:
     record_within_a_step(learner, found)
     trainer.resume()
     found["kept at the start"] = storage_bytes(kept(learner))
-    nothing = Train(Sender("r", 0, 1), 0, [], [], 0.0)
+    nothing = Train(Wanted(0, 0, (), 0.0), "{}")
     for step in (1, 2):
         learner.memory.enter()
         found[f"kept in step {step}"] = storage_bytes(kept(learner))

@@ -19,11 +19,10 @@ from paceline.services.policy_trainer.algorithm_settings import CorrectionConfig
 from paceline.services.policy_trainer.algorithms.base import SessionBatch
 from paceline.services.policy_trainer.algorithms.grpo import Grpo
 from paceline.services.policy_trainer.batches.batch import TrainBatch, make_batch
+from paceline.services.policy_trainer.batches.packing import mini_batches
 from paceline.services.policy_trainer.config import PolicyOptimizerConfig, PolicyTrainerConfig
 from paceline.services.policy_trainer.learn.build import build_learner, form_mesh, shard
-from paceline.services.policy_trainer.learn.loading import StartWeights
-from paceline.services.policy_trainer.learn.minibatches import mini_batches
-from paceline.services.policy_trainer.learn.model import policy_on_meta
+from paceline.services.policy_trainer.learn.model import StartWeights, policy_on_meta
 from paceline.services.policy_trainer.learn.objective import Figures
 from paceline.training.process import tensors_from_rank_zero
 from paceline.training.shards import local_of
@@ -113,7 +112,7 @@ def main(model: Path, out: Path, broken: int) -> None:
     loss = learner._accumulate(batch, part, known, figures)
     gradients = whole((f"grad.{n}", p.grad) for n, p in policy.named_parameters())
     norm = learner._move(loss)
-    found = figures.reduced()
+    found, _ = figures.reduced()
     weights = whole(policy.named_parameters())
     if dist.get_rank() == 0:
         numbers = [loss, found["entropy"], found.get("behavior_gap", math.nan), norm, len(rounds)]

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from google.protobuf.json_format import MessageToJson
 
 from paceline.errors import ConfigError, DataLoss, FailedPrecondition, WeightsError
 from paceline.local.patience import patient
@@ -21,18 +22,18 @@ from paceline.services.policy_trainer.messages import (
     News,
     Progress,
     Pushed,
-    Sender,
     StepFacts,
     Stepped,
     Train,
+    Wanted,
 )
 from paceline.services.policy_trainer.server import (
-    PolicyDriver,
     PolicyServicer,
     _response,
     require_fresh,
 )
 from paceline.v1 import policy_pb2 as pb
+from paceline.v1.trajectory_pb2 import CommandContext
 
 
 @pytest.mark.slow
@@ -66,7 +67,7 @@ def test_models_and_directories_that_cannot_be_trained_are_config_errors(tmp_pat
 async def test_a_step_on_fewer_slots_than_ranks_is_refused(tmp_path: Path) -> None:
     about = {"run": {"id": "r", "dir": str(tmp_path)}, "ranks": 2}
     config = PolicyTrainerConfig.model_validate(about)
-    servicer = PolicyServicer(config, PolicyDriver(config))
+    servicer = PolicyServicer(config)
     with pytest.raises(FailedPrecondition, match="seen: 1 slots; allowed: 2 or more"):
         await anext(servicer.TrainStep(pb.TrainStepRequest(slots=[0]), None))
 
@@ -93,12 +94,13 @@ def test_every_field_of_the_news_of_a_step_is_sent() -> None:
 
 
 def test_messages_and_errors_come_back_as_they_went() -> None:
-    train = Train(
-        Sender("r", 7, 2, "proof", {"traceparent": "00-a-b-01"}), 7, [("g", 8)], ["g"], 2.5, 4
-    )
+    context = CommandContext(run_id="r", step=7, epoch=2, lease_proof="proof")
+    wanted = Wanted(7, 7, (("g", 8),), 2.5, frozenset({"g"}))
+    train = Train(wanted, MessageToJson(context), {"traceparent": "00-a-b-01"}, 4)
     back = MESSAGES.decode(MESSAGES.encode(train))
     assert isinstance(back, Train)
-    assert (back.sender, [tuple(group) for group in back.groups]) == (train.sender, train.groups)
+    assert back == train
+    assert back.sender() == context
     audit = AuditState({"cell": AuditCell(3, 0.5, {"7": 3})}, {"other": True}, ("reused",))
     batch = BatchFacts(dropped={"stale": 1})
     stepped = Stepped(4, Progress(8, 7, 128, 0, batch, audit=audit, beyond=(BEYOND,)))

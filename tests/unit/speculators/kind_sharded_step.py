@@ -13,8 +13,8 @@ from unit.speculators.eagle3_rows import document, packed
 from whole_tensors import whole_of
 
 from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
-from paceline.services.drafter_trainer.learn.heads import PolicyHead
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner
+from paceline.services.drafter_trainer.rows.sample import PolicyHead
 from paceline.speculators.net import DraftNet
 from paceline.speculators.packed import PackedRow
 

@@ -27,7 +27,7 @@ from paceline.training.checkpoints import (
     checkpoint_numbers,
     find_whole,
     read_checkpoint,
-    read_whole,
+    read_each_whole,
 )
 from paceline.whole_files import MANIFEST, check_hashes, write_hashes
 
@@ -45,7 +45,7 @@ def state(number: float) -> dict[str, Any]:
 
 
 def export(state: dict[str, Any], directory: Path) -> None:
-    whole = read_whole(directory, "learner/model", state)
+    whole = dict(read_each_whole(directory, "learner/model", state))
     (directory / "model.txt").write_text(str(whole["a.w"].sum().item()))
 
 
@@ -225,7 +225,7 @@ def test_a_malformed_header_is_data_loss(tmp_path: Path, header: bytes) -> None:
 
 
 def test_the_newest_stay(tmp_path: Path) -> None:
-    writer = CheckpointWriter(tmp_path, lambda *_: None, prefix="step-", keep=2)
+    writer = CheckpointWriter(tmp_path, lambda *_: None, prefix="step-")
     for number in range(1, 8):
         writer.write(state(0.0), number, None)
     writer.wait()

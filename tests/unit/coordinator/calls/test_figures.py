@@ -210,7 +210,6 @@ def test_a_decision_of_the_gate_is_kept_with_all_its_numbers() -> None:
         kind="eagle",
         candidate_speedup=1.75,
         survival=[0.5, 0.25],
-        conditional=[0.5, 0.5],
         costs_measured=True,
     )
     event = drafter_event(1.0, 2, "gate", gate)
@@ -220,7 +219,7 @@ def test_a_decision_of_the_gate_is_kept_with_all_its_numbers() -> None:
     assert told - set(figures) == {"drafter_version", "decision", "promoted"}, (
         "these are the event's"
     )
-    assert (figures["survival"], figures["conditional"]) == ((0.5, 0.25), (0.5, 0.5))
+    assert figures["survival"] == (0.5, 0.25)
     assert figures["costs_measured"] == 1
     assert event == GateDecided(1.0, 2, "kept", 3, figures)
     assert from_object(GateDecided, json.loads(json.dumps(to_object(event)))) == event

@@ -21,8 +21,7 @@ from paceline.services.drafter_trainer.gate.evaluate import (
     Pace,
     chain_survival,
 )
-from paceline.services.drafter_trainer.learn.heads import PolicyHead
-from paceline.services.drafter_trainer.rows.sample import FeatureSample, pack
+from paceline.services.drafter_trainer.rows.sample import FeatureSample, PolicyHead, pack
 from paceline.speculators.eagle import EagleNet
 from paceline.speculators.packed import PackedRow
 

@@ -4,16 +4,17 @@ follow.
 
 from __future__ import annotations
 
-from paceline.services.drafter_trainer.gate.freeze import HURRIED, Hurry, ServedLength
+import math
+
+from paceline.services.drafter_trainer.gate.freeze import HURRIED, Hurry, has_fallen
 
 
 def test_a_length_falls_by_more_than_the_noise_of_both_judgements() -> None:
-    served = ServedLength()
-    assert not served.falls_to(4.0, 0.3), "nothing is known of before"
-    assert not served.falls_to(3.6, 0.4)  # by 0.4, noises 0.3 and 0.4: 0.5
-    assert not served.falls_to(5.0, 0.1)
-    assert served.falls_to(2.0, 0.1)
-    assert not served.falls_to(2.0, 0.1), "it has fallen once"
+    unknown = (math.nan, 0.0)
+    assert not has_fallen(unknown, (4.0, 0.3)), "nothing is known of before"
+    assert not has_fallen((4.0, 0.3), (3.6, 0.4))  # by 0.4, noises 0.3 and 0.4: 0.5
+    assert has_fallen((4.0, 0.3), (3.4, 0.4))
+    assert not has_fallen((3.6, 0.4), (5.0, 0.1))
 
 
 def test_a_fall_in_the_rollouts_has_each_policy_versions_rows_judged_for_a_while() -> None:

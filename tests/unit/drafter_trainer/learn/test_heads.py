@@ -14,7 +14,7 @@ from paceline.errors import DataLoss, InvalidInput
 from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
 from paceline.services.drafter_trainer.driver import DrafterDriver
-from paceline.services.drafter_trainer.learn.heads import EMBED, read_spooled_head
+from paceline.services.drafter_trainer.rows.sample import EMBED, read_spooled_head
 from paceline.tensors import from_numpy
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY_HEAD
 from paceline.weights import Spool

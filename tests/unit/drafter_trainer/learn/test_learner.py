@@ -18,7 +18,7 @@ from paceline.services.drafter_trainer.learn.membership import on_cpu
 from paceline.services.drafter_trainer.rows.sample import pack
 from paceline.speculators.eagle import EagleNet
 from paceline.training.checkpoints import CheckpointWriter, read_checkpoint
-from paceline.training.offload import bring_back, lay_aside
+from paceline.training.offload import Offload
 from paceline.training.shards import tensors_of
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -75,11 +75,12 @@ def test_memory_is_given_back_and_refilled_under_the_same_tensors() -> None:
     whole, broken = learner(), learner()
     learn(whole, 0, 8)
     learn(broken, 0, 3)
-    live = broken.sharded.local()
+    live = broken.sharded.named() | broken.sharded.gradients()
     assert any(key.startswith("gradient/") for key in live), "the partial gradient is not kept"
-    aside = lay_aside(live)
+    memory = Offload([tensor.detach() for tensor in live.values()])
+    memory.leave()
     assert {tensor.untyped_storage().nbytes() for tensor in live.values()} == {0}
-    bring_back(live, aside)
+    memory.enter()
     learn(broken, 3, 8)
     assert same(weights(broken), weights(whole))
 

@@ -62,7 +62,7 @@ def test_batches_of_a_head_that_is_not_kept_any_more_are_not_trained_on() -> Non
     fill(rows)
     for version in range(1, 10):
         rows.add_head(toy_policy().policy_head(f"{version:016x}", version))
-    assert HASH not in rows.heads.hashes
+    assert HASH not in rows.heads
     assert rows.next() is None
 
 

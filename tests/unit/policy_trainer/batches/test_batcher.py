@@ -20,8 +20,9 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from paceline.errors import DataLoss, ResourceExhausted
 from paceline.local.patience import patient
 from paceline.services.policy_trainer.batches.batcher import CONSUMER, GROUP, Batcher
-from paceline.services.policy_trainer.batches.groups import ABANDONED, Batch, Wanted
+from paceline.services.policy_trainer.batches.groups import ABANDONED, Batch
 from paceline.services.policy_trainer.batches.records import RecordFile, StepRecord
+from paceline.services.policy_trainer.messages import Wanted
 from paceline.streams import encode_trajectory
 from paceline.trajectory import BranchKey, Trajectory, VersionSpan
 

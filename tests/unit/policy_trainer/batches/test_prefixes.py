@@ -20,12 +20,13 @@ from transformers import (
 )
 from unit.policy_trainer.batches.test_packing import SIZES, trajectory
 
-from paceline.services.policy_trainer.batches.batch import TrainBatch, make_batch, make_micro_batch
-from paceline.services.policy_trainer.batches.packing import (
+from paceline.services.policy_trainer.batches.batch import (
+    TrainBatch,
     TreeRow,
-    neighbours,
-    prefix_units,
+    make_batch,
+    make_micro_batch,
 )
+from paceline.services.policy_trainer.batches.packing import neighbours, prefix_units
 from paceline.services.policy_trainer.learn.model import PolicyModel, ValueModel, tree_mask
 
 FEW = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=12)
@@ -140,13 +141,6 @@ def test_tokens_that_follow_the_same_ones_are_predicted_once() -> None:
     assert len(micro.predictions) == 2 * len(micro.predict_at)
     hotter = replace(batch, temperatures=torch.arange(6) + 0.5)
     assert len(make_micro_batch(hotter, [[0, 2]]).predict_at) == len(micro.predictions)
-
-
-def test_where_nothing_is_shared_each_trajectory_is_a_document() -> None:
-    micro = make_micro_batch(alike(), ROWS, shares=False)
-    lengths = [[8, 8, 11], [6, 10, 10]]
-    assert micro.input_ids.shape == (2, 27)
-    assert micro.position_ids[0].tolist() == [p for n in lengths[0] for p in range(n)]
 
 
 def test_rows_of_one_trajectory_each_need_no_mask() -> None:

@@ -18,10 +18,10 @@ from paceline.local.memory_plan import adapter_parameters
 from paceline.models.config import read_config
 from paceline.ranks.messages import Save
 from paceline.services.policy_trainer.batches.batch import TrainBatch, make_batch
+from paceline.services.policy_trainer.batches.packing import mini_batches
 from paceline.services.policy_trainer.config import AdaptersConfig, PolicyTrainerConfig
 from paceline.services.policy_trainer.learn.build import build_learner
 from paceline.services.policy_trainer.learn.learner import Learner
-from paceline.services.policy_trainer.learn.minibatches import mini_batches
 from paceline.services.policy_trainer.learn.objective import Figures
 from paceline.services.policy_trainer.messages import Progress
 from paceline.services.policy_trainer.trainer import PolicyTrainer
@@ -204,7 +204,7 @@ def test_adapters_without_peft_are_refused_by_name(
     monkeypatch.setattr(
         "paceline.services.policy_trainer.learn.weights.find_spec", lambda name: None
     )
-    with pytest.raises(ConfigError, match=r"paceline\[lora\].*adapters.rank=2"):
+    with pytest.raises(ConfigError, match=r"adapters.rank needs peft.*paceline\[lora\].*seen: 2"):
         built(model_dir, tmp_path, mesh)
 
 

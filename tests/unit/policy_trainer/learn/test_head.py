@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
-
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import Linear
-from torch.nn.functional import cross_entropy
 
 from paceline.services.policy_trainer.learn.model import _Scores, head_logprobs
 
@@ -60,30 +55,6 @@ def test_scores_and_gradients_are_those_of_whole_logits(
     for one, other in zip(found, wanted, strict=True):
         assert torch.allclose(one.double(), other, atol=1e-6)
     assert torch.allclose(gradient(ours, *found).double(), gradient(whole, *wanted), atol=1e-6)
-
-
-def test_a_kernel_that_gives_losses_is_read_as_logprobs_and_what_they_say_of_entropy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Replace the kernel, which runs on CUDA only (tests/gpu), by torch's loss."""
-    kernel = ModuleType("cut_cross_entropy")
-
-    def loss(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        return cross_entropy(hidden @ weight.T, targets, reduction=reduction)
-
-    kernel.linear_cross_entropy = loss  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "cut_cross_entropy", kernel)
-    logits, targets = drawn()
-    head = Linear(11, 11, bias=False)
-    torch.nn.init.eye_(head.weight)
-    hidden = logits.float().requires_grad_()
-    found, entropy = head_logprobs(hidden, head, targets, chunk_rows=2, kernel="cut_cross_entropy")
-    assert torch.allclose(
-        found.double(), -cross_entropy(logits, targets, reduction="none"), atol=1e-6
-    )
-    assert torch.equal(entropy, -found)
-    assert found.requires_grad
-    assert not entropy.requires_grad
 
 
 def test_entropy_has_no_gradient_where_none_is_wanted() -> None:

@@ -60,8 +60,6 @@ def test_without_a_setting_the_logits_at_once_fill_256_mib_and_the_plan_says_so(
     rows, row = PolicyTrainerConfig().rows_of_logits(vocabulary), 4 * vocabulary
     assert rows * row <= 256 << 20 < (rows + 1) * row
     assert PolicyTrainerConfig(head_rows=7).rows_of_logits(vocabulary) == 7
-    cut = PolicyTrainerConfig(head_kernel="cut_cross_entropy")
-    assert cut.rows_of_logits(vocabulary) == 0
 
 
 def test_a_policy_takes_as_many_rows_as_its_settings_say(tmp_path: Path) -> None:

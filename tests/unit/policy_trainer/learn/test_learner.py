@@ -32,16 +32,16 @@ from paceline.services.policy_trainer.algorithm_settings import (
     ReinforceConfig,
 )
 from paceline.services.policy_trainer.batches.batch import TrainBatch, make_batch
+from paceline.services.policy_trainer.batches.packing import mini_batches
 from paceline.services.policy_trainer.batches.records import Best, read_best
 from paceline.services.policy_trainer.config import PolicyOptimizerConfig, PolicyTrainerConfig
-from paceline.services.policy_trainer.learn import build
 from paceline.services.policy_trainer.learn.build import build_learner
 from paceline.services.policy_trainer.learn.learner import Learner
-from paceline.services.policy_trainer.learn.minibatches import mini_batches
 from paceline.services.policy_trainer.learn.model import policy_on_meta
 from paceline.services.policy_trainer.learn.objective import Figures
 from paceline.services.policy_trainer.messages import BatchFacts, Keep, Progress
 from paceline.services.policy_trainer.trainer import PolicyTrainer
+from paceline.training import checkpoints
 from paceline.training.checkpoints import checkpoint_numbers
 from paceline.training.shards import local_of, tensors_of
 from paceline.trajectory import DrawSpan, Trajectory
@@ -195,28 +195,6 @@ def test_what_has_left_the_device_between_steps_is_saved_from_there_and_goes_on_
         assert found.keys() == expected.keys()
         for name, one in expected.items():
             assert torch.equal(local_of(found[name]), local_of(one)), name
-
-
-@pytest.mark.parametrize(
-    ("device", "settings", "message"),
-    [
-        ("cpu", {"compute_dtype": "bfloat16"}, "on CUDA and in bfloat16"),
-        ("cuda", {}, "on CUDA and in bfloat16"),
-        (
-            "cuda",
-            {"compute_dtype": "bfloat16", "algorithm": GrpoConfig(entropy_coefficient=0.1)},
-            "no gradient of the entropy",
-        ),
-        ("cuda", {"compute_dtype": "bfloat16"}, r"paceline\[cut\]"),
-    ],
-)
-def test_cut_cross_entropy_is_refused_where_it_cannot_train(
-    device: str, settings: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(build, "find_spec", lambda name: None)
-    config = PolicyTrainerConfig(head_kernel="cut_cross_entropy", **settings)
-    with pytest.raises(ConfigError, match=message):
-        build.check_head(config, device)
 
 
 def test_a_checkpoint_in_the_memory_of_the_one_before_holds_the_later_step(
@@ -546,7 +524,7 @@ def test_a_directory_without_a_model_is_a_config_error(tmp_path: Path) -> None:
 def test_the_checkpoint_of_the_best_evaluation_stays_beside_the_newest(
     model_dir: Path, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PolicyTrainerConfig, "checkpoint_keep", 1)
+    monkeypatch.setattr(checkpoints, "KEPT", 1)
     config = PolicyTrainerConfig(model=str(model_dir), run=RunConfig(dir=str(tmp_path)))
     own = PolicyTrainer(config, learner(model_dir, mesh), None)
 
