@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ResourceExhausted, WeightsError
-from paceline.models import loading
+from paceline.models import loading, products
 from paceline.models.adapters import read_version
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import DecoderWeights, Matrix
@@ -146,6 +146,7 @@ def serve_staged(weights: DecoderWeights, staged: StagedWeights) -> DecoderWeigh
 def overwrite(storage: Tensor, numbers: Tensor) -> None:
     """Replaces the numbers of a serving storage."""
     storage.copy_(numbers)
+    products.renew_copy(storage)
 
 
 def beside(weights: DecoderWeights, staged: StagedWeights) -> DecoderWeights:

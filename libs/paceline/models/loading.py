@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.errors import DataLoss, InvalidInput, WeightsError
+from paceline.models import products
 from paceline.models.config import ModelConfig, read_config
 from paceline.models.decoder import DecoderWeights, LayerWeights, Matrix
 from paceline.models.profiles import Profile
@@ -248,6 +249,7 @@ def assembled(
             name.removeprefix(place): one for name, one in built.items() if name.startswith(place)
         }
         layers.append(layer_of(own))
+    products.serve_matrices(one for one in built.values() if isinstance(one, Tensor))
     return DecoderWeights(
         config=config,
         embed=embed,

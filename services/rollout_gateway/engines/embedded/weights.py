@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from paceline.errors import PacelineError, WeightsError
-from paceline.models import in_place
+from paceline.models import in_place, products
 from paceline.models.decoder import DecoderWeights
 from paceline.services.rollout_gateway.engines.embedded import drafters, speculative
 from paceline.services.rollout_gateway.engines.requests.control import PreparedVersions
@@ -147,6 +147,7 @@ class EngineWeights:
         self._released = True
         freed = 0
         for tensor in _tensors(self._policy):
+            freed += products.renew_copy(tensor)
             storage = tensor.untyped_storage()
             if storage.resizable():  # all but the rotation table
                 freed += storage.nbytes()  # 0 from the second tensor of a shared storage on
