@@ -2,6 +2,7 @@
 
 import gc
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,12 @@ def test_linear_and_added_use_the_form_for_few_rows_without_gradients(
 ) -> None:
     weight, used = numbers(OUTPUTS, INPUTS), list[int]()
     compute = FORMS[form]
-    monkeypatch.setitem(FORMS, form, lambda x, w: used.append(len(x)) or compute(x, w))
+
+    def counted(x: torch.Tensor, matrix: ServedMatrix) -> torch.Tensor:
+        used.append(len(x))
+        return compute(x, matrix)
+
+    monkeypatch.setitem(FORMS, form, counted)
     served(form, weight, monkeypatch)
     bias, residual = numbers(OUTPUTS, seed=2), numbers(6, OUTPUTS, seed=3)
     x = numbers(2, 3, INPUTS, seed=4)
@@ -106,9 +112,12 @@ def test_choices_are_timed_once_and_a_damaged_file_is_no_choice(
         cache.write_text(damage)
     timed = list[int]()
     names = [*FORMS] * len(MEASURED_ROWS)
-    monkeypatch.setattr(
-        products, "_fastest_forms", lambda same, usable: timed.append(len(same)) or names[:13]
-    )
+
+    def forms(same: list[torch.Tensor], usable: list[str]) -> list[str]:
+        timed.append(len(same))
+        return names[:13]
+
+    monkeypatch.setattr(products, "_fastest_forms", forms)
     weights = [numbers(OUTPUTS, INPUTS, seed=seed) for seed in range(3)]
     products.serve_matrices(weights)
     products.serve_matrices(weights)
@@ -130,7 +139,7 @@ def test_the_fastest_form_is_chosen_for_each_number_of_rows(
 
         return compute
 
-    monkeypatch.setattr(products.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     for name in costs:
         monkeypatch.setitem(FORMS, name, costing(name))
     chosen = products._fastest_forms([numbers(OUTPUTS, INPUTS)], list(costs))
