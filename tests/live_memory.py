@@ -17,6 +17,9 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     sizes = {}
     for one in tensors:
         part = one.to_local() if isinstance(one, DTensor) else one
+        if part.layout == torch._mkldnn:  # type: ignore[attr-defined]  # has no storage
+            sizes[id(part)] = part.numel() * part.element_size()
+            continue
         storage = part.untyped_storage()
         sizes[storage._cdata] = storage.nbytes()
     return sum(sizes.values())

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 from contextlib import suppress
 from typing import Literal
 
-from paceline.config.shared import RunConfig
+from paceline.config import RunConfig
 from paceline.local.patience import patient
 from paceline.local.processes import NEWS_VARIABLE
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ResourceExhausted
-from paceline.models import loading
+from paceline.models import loading, products
 from paceline.models.adapters import read_version
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import DecoderWeights, Matrix
@@ -44,6 +44,8 @@ class StagedWeights:
     tensors: Mapping[str, Tensor]
     """Views of the mapped file, on the CPU."""
     head_hash: str
+    path: Path
+    """Directory from which it was read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ class ServedModel:
         named = loading.checked_model(self.config, read_version(path, self.start))
         with _unnamed_file(path) as file:
             tensors = _written(file, self._storages(named))
-        return StagedWeights(self.profile, tensors, loading.hash_head(named))
+        return StagedWeights(self.profile, tensors, loading.hash_head(named), path)
 
 
 def serve_staged(weights: DecoderWeights, staged: StagedWeights) -> DecoderWeights:
@@ -125,6 +127,7 @@ def serve_staged(weights: DecoderWeights, staged: StagedWeights) -> DecoderWeigh
 def overwrite(storage: Tensor, numbers: Tensor) -> None:
     """Replaces the numbers of a serving storage."""
     storage.copy_(numbers)
+    products.renew_copy(storage)
 
 
 def beside(weights: DecoderWeights, staged: StagedWeights) -> DecoderWeights:

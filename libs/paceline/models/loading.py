@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.errors import DataLoss, InvalidInput, WeightsError
+from paceline.models import products
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import DecoderWeights, LayerWeights, Matrix
 from paceline.models.profiles import Profile
@@ -312,6 +313,7 @@ def assembled(
     assert isinstance(norm, Tensor)
     assert isinstance(head, Tensor)
     layers = tuple(layer_of(built, f"layers.{index}.") for index in range(config.num_layers))
+    products.serve_matrices(one for one in built.values() if isinstance(one, Tensor))
     return DecoderWeights(config, embed, layers, norm, head, rotation, head_hash)
 
 

@@ -1,19 +1,38 @@
-"""Multiplies float32 matrices on a CPU with the faster library.
+"""Multiplies matrices on a CPU in the fastest form.
 
-torch sends such products to MKL, which uses AVX2 on processors of other makers than Intel, and uses
-oneDNN for compiled layers only. With AVX-512 (measured: AMD Zen 5), oneDNN takes half of the time
-from some dozen rows on, and longer below because of its start-up cost. On Intel's own processors
-MKL is faster (measured: a Xeon, up to twice): `paceline bench products`. Both add the same numbers
-in another order, so results differ by rounding.
+Few rows (up to MOST_ROWS) read each weight once, so the rate of memory limits them. torch's form of
+a product reaches a third of that rate. The matrices of a served model are therefore multiplied in
+the form that was measured to be the fastest for their shape, dtype and number of rows
+(`serve_matrices`):
+- linear: torch's own, or oneDNN by the rule below;
+- blocks: a batched product of blocks of W with x^T;
+- onednn: oneDNN on W as it is stored;
+- packed: oneDNN on a second copy of W in oneDNN's own layout.
+Measured choices are kept in a file by processor, threads and version of torch.
 
-All other products use torch's choice. See docs/adr/0071.
+For many rows torch sends float32 to MKL, which uses AVX2 on processors of other makers than Intel.
+With AVX-512 (measured: AMD Zen 5), oneDNN takes half of the time from some dozen rows on. On
+Intel's own processors MKL is faster (measured: a Xeon, up to twice): `paceline bench products`.
+
+All forms add the same numbers in another order, so results differ by rounding. See
+docs/adr/0071.
 """
+
+import json
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from paceline.errors import ResourceExhausted
 from paceline.processor import processor_field
+from paceline.whole_files import write_whole
 
 FEWEST_ROWS = 32
 """With fewer rows, oneDNN's start-up cost exceeds the saving."""
@@ -35,6 +54,21 @@ ONEDNN = _quicker()
 """Whether oneDNN is used at all."""
 
 
+MOST_ROWS = 64
+"""Largest number of rows for a measured form."""
+MEASURED_ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, MOST_ROWS)
+"""Numbers of rows that are timed; a number between two takes the form of the larger."""
+FEWEST_BYTES = 1 << 20
+"""Smallest matrix with a measured form; smaller ones are read from the caches."""
+_TIMED_BYTES = 48 << 20
+"""Weights read per timing, more than the caches of a core hold."""
+_TIMINGS = 4
+_MARGIN = 1.1
+"""Factor by which a form must be faster than `linear` to replace it."""
+_MEMORY_SHARE = 8
+"""Weights are packed only if they are smaller than the machine's memory divided by this."""
+
+
 def spare_rows(x: Tensor) -> int:
     """Rows to add to x [M, K] so that oneDNN can be used for products of M.
 
@@ -46,6 +80,9 @@ def spare_rows(x: Tensor) -> int:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias, [..., N], of x [..., K] and W [N, K], with gradients; see functional.linear."""
+    if (served := _served_matrix(x, weight)) is not None:
+        few = served.product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], len(weight))
+        return few if bias is None else few.add_(bias)
     if not _suits(x, weight):
         return functional.linear(x, weight, bias)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
@@ -56,6 +93,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def added(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """residual + x W^T, [M, N], of residual [M, N], x [M, K] and W [N, K], without gradients."""
+    if (served := _served_matrix(x, weight)) is not None:
+        return served.product(x).add_(residual)
     if not _suits(x, weight):
         return torch.addmm(residual, x, weight.t())
     return _product(x, weight).add_(residual)
@@ -119,3 +158,170 @@ def use_linear(module: nn.Module) -> None:
     for part in module.modules():
         if type(part) is nn.Linear:
             part.__class__ = Linear
+
+
+# --- the measured form of a served matrix ---------------------------------------------------------
+
+
+class ServedMatrix:
+    """A matrix W [N, K] with a form for each number of rows, and its packed copy if one has it."""
+
+    def __init__(self, weight: Tensor, forms: Sequence[str]) -> None:
+        """forms: names in FORMS for MEASURED_ROWS."""
+        self.weight = weakref.ref(weight)
+        self.forms = [
+            FORMS[next(form for top, form in zip(MEASURED_ROWS, forms, strict=True) if rows <= top)]
+            for rows in range(MOST_ROWS + 1)
+        ]
+        self.copy: Tensor | None = None
+
+    def product(self, x: Tensor) -> Tensor:
+        """x W^T [M, N] of x [M, K], M at most MOST_ROWS, without gradients."""
+        return self.forms[len(x)](x, self)
+
+    def whole(self) -> Tensor:
+        """W, which the caller holds."""
+        weight = self.weight()
+        assert weight is not None
+        return weight
+
+
+def _by_torch(x: Tensor, matrix: ServedMatrix) -> Tensor:
+    weight = matrix.whole()
+    return _product(x, weight) if _suits(x, weight) else functional.linear(x, weight)
+
+
+def _in_blocks(x: Tensor, matrix: ServedMatrix) -> Tensor:
+    weight = matrix.whole()
+    (outputs, inputs), rows = weight.shape, len(x)
+    blocks = next(count for count in (32, 16, 8, 4, 2, 1) if outputs % count == 0)
+    # These strides, for one row too: with others torch takes a slower path.
+    columns = x.contiguous().as_strided((blocks, inputs, rows), (0, 1, inputs))
+    product = torch.bmm(weight.view(blocks, -1, inputs), columns)
+    return product.view(outputs, rows).t().contiguous()
+
+
+def _by_onednn(x: Tensor, matrix: ServedMatrix) -> Tensor:
+    return _product(x, matrix.whole())
+
+
+def _packed(x: Tensor, matrix: ServedMatrix) -> Tensor:
+    if matrix.copy is None:
+        matrix.copy = torch.ops.mkldnn._reorder_linear_weight(matrix.whole(), PACKED_FOR)
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(x, matrix.copy, None, "none", [], "")
+    return found
+
+
+PACKED_FOR = 8
+"""Rows that a packed copy is laid out for; other numbers are as fast."""
+Form = Callable[[Tensor, ServedMatrix], Tensor]
+FORMS: dict[str, Form] = {
+    "linear": _by_torch,
+    "blocks": _in_blocks,
+    "onednn": _by_onednn,
+    "packed": _packed,
+}
+_served: dict[int, ServedMatrix] = {}
+"""By the identity of the weight."""
+
+
+def _served_matrix(x: Tensor, weight: Tensor) -> ServedMatrix | None:
+    if torch.compiler.is_compiling():
+        return None
+    served = _served.get(id(weight))
+    if served is None or not 0 < x.numel() <= MOST_ROWS * x.shape[-1] or x.dtype != weight.dtype:
+        return None
+    return None if torch.is_grad_enabled() and x.requires_grad else served
+
+
+def serve_matrices(weights: Iterable[Tensor]) -> None:
+    """Uses the fastest form for these matrices [N, K] while they exist: `linear`, `added`.
+
+    Matrices below FEWEST_BYTES, of other dtypes or on other devices are skipped. Times the forms at
+    the first use of a shape on this machine.
+    """
+    groups: dict[tuple[torch.dtype, tuple[int, ...]], list[Tensor]] = {}
+    for weight in {id(one): one for one in weights}.values():
+        wanted = weight.dtype in (torch.float32, torch.bfloat16) and weight.device.type == "cpu"
+        if wanted and weight.is_contiguous() and weight.nbytes >= FEWEST_BYTES:
+            groups.setdefault((weight.dtype, tuple(weight.shape)), []).append(weight)
+    known = _read_choices() if groups else {}
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    small = sum(one.nbytes for same in groups.values() for one in same) < memory / _MEMORY_SHARE
+    usable = [name for name in FORMS if small or name != "packed"]
+    machine = known.setdefault(_machine(), {})
+    before = dict(machine)
+    for (dtype, shape), same in groups.items():
+        # Choices without a copy are kept beside those with one.
+        name = f"{dtype} {shape[0]}x{shape[1]}{'' if small else ' unpacked'}"
+        if name not in machine:
+            machine[name] = _fastest_forms(same, usable)
+        for weight in same:
+            key = id(weight)
+            _served[key] = ServedMatrix(weight, machine[name])
+            weakref.finalize(weight, _served.pop, key, None)
+    if machine != before:
+        _write_choices(known)
+
+
+def renew_copy(weight: Tensor) -> int:
+    """Frees the packed copy of a matrix with new numbers; the next product packs it again.
+
+    Returns its bytes, 0 without a copy.
+    """
+    served = _served.get(id(weight))
+    if served is None or served.copy is None:
+        return 0
+    served.copy = None
+    return weight.numel() * weight.element_size()
+
+
+def _fastest_forms(same: Sequence[Tensor], usable: Sequence[str]) -> list[str]:
+    """The fastest of the usable forms for each of MEASURED_ROWS."""
+    enough = max(1, _TIMED_BYTES // same[0].nbytes)
+    chosen = list[str]()
+    timed = [ServedMatrix(weight, ["linear"] * len(MEASURED_ROWS)) for weight in same[:enough]]
+    for rows in MEASURED_ROWS:
+        x = torch.randn(rows, same[0].shape[1]).to(same[0].dtype)
+        seconds = dict.fromkeys(usable, float("inf"))
+        for _ in range(_TIMINGS):
+            for name in usable:
+                began = time.perf_counter()
+                for matrix in timed:
+                    FORMS[name](x, matrix)
+                seconds[name] = min(seconds[name], time.perf_counter() - began)
+        best = min(seconds, key=seconds.__getitem__)
+        chosen.append(best if seconds["linear"] > _MARGIN * seconds[best] else "linear")
+    return chosen
+
+
+def _machine() -> str:
+    name = processor_field("model name") or "unknown processor"
+    return f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def _choices_file() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "paceline" / "products.json"
+
+
+def _read_choices() -> dict[str, dict[str, list[str]]]:
+    """Forms by machine, then by dtype and shape; empty without a file of valid choices."""
+    try:
+        found = json.loads(_choices_file().read_text(encoding="utf-8"))
+        return {
+            str(machine): {
+                str(matrix): list(forms)
+                for matrix, forms in kinds.items()
+                if len(forms) == len(MEASURED_ROWS) and set(forms) <= FORMS.keys()
+            }
+            for machine, kinds in found.items()
+        }
+    except (OSError, RuntimeError, ValueError, AttributeError, TypeError):
+        return {}
+
+
+def _write_choices(choices: dict[str, dict[str, list[str]]]) -> None:
+    # No home, no permission or no room: the next start times the forms again.
+    with suppress(OSError, RuntimeError, ResourceExhausted):
+        write_whole(_choices_file(), json.dumps(choices, indent=1, sort_keys=True))

@@ -157,11 +157,12 @@ def uniform(
 
 
 def uniform_of(seeds: Tensor, positions: Tensor, tokens: Tensor, stream: NoiseStream) -> Tensor:
-    """u(s, t, v, r) of one token per row; seeds, positions, tokens int64 [N].
+    """u(s, t, v, r) of chosen tokens; seeds, positions int64 [N], tokens int64 [N] or [N, C].
 
-    Returns float64 [N] in (0, 1).
+    Returns float64 in (0, 1), of the tokens' shape.
     """
-    return _to_unit(_mix_(_keys(seeds, positions, stream) + (tokens + 1) * _GOLDEN))
+    keys = _keys(seeds, positions, stream).view(-1, *[1] * (tokens.dim() - 1))
+    return _to_unit(_mix_(keys + (tokens + 1) * _GOLDEN))
 
 
 def _keys(seeds: Tensor, positions: Tensor, stream: NoiseStream) -> Tensor:
@@ -177,11 +178,18 @@ def gumbel_noise(
     seeds: Tensor, positions: Tensor, vocab: int, stream: NoiseStream = NoiseStream.TARGET
 ) -> Tensor:
     """-log(-log u), float64 [N, V]; seeds, positions: int64 [N]."""
-    return uniform(seeds, positions, vocab, stream).log_().neg_().log_().neg_()
+    return _gumbel(uniform(seeds, positions, vocab, stream))
+
+
+def _gumbel(units: Tensor) -> Tensor:
+    return units.log_().neg_().log_().neg_()
 
 
 MASKS: dict[str, float] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 """Parameters that exclude tokens, with the values that disable them."""
+CANDIDATES = 256
+"""Number of a row's likeliest tokens that a masked draw sorts first. A row is sorted whole only if
+its masks keep more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,21 +296,51 @@ def draw(
     logprobs = behavior_logprobs(logits, params.temperatures)
     # log_softmax shifts a row by a constant, which moves no argmax and leaves the top-two gap as it
     # is.
-    scores = (
-        logprobs if adjusted is None else behavior_logprobs(adjusted, params.temperatures)
-    ).double()
-    if params.any_masked:
-        scores = mask_scores(scores, params)
+    scores = logprobs if adjusted is None else behavior_logprobs(adjusted, params.temperatures)
+    few = params.any_masked and scores.device.type == "cpu" and scores.shape[-1] > CANDIDATES
+    tokens, gaps = (_draw_of_few if few else _draw_of_all)(scores, positions, params)
+    return Draw(tokens, logprobs.gather(1, tokens[:, None])[:, 0], gaps)
+
+
+def _draw_of_few(scores: Tensor, positions: Tensor, params: DrawParams) -> tuple[Tensor, Tensor]:
+    """As `_draw_of_all`, from the CANDIDATES likeliest tokens of each row where the masks exclude
+    all other tokens.
+    """
+    ordered, ids = scores.topk(CANDIDATES, dim=-1)
+    ordered = ordered.double()
+    kept = _kept(ordered, params)
+    drawn, gaps = _top_two(ordered.masked_fill_(~kept, float("-inf")), positions, params, ids)
+    tokens = ids.gather(1, drawn[:, None])[:, 0]
+    rest = kept[:, -1].nonzero()[:, 0]
+    if len(rest):
+        tokens[rest], gaps[rest] = _draw_of_all(scores[rest], positions[rest], params.rows(rest))
+    return tokens, gaps
+
+
+def _draw_of_all(scores: Tensor, positions: Tensor, params: DrawParams) -> tuple[Tensor, Tensor]:
+    """Tokens int64 [N] and gaps float64 [N] of log-probs [N, V]."""
+    scores = scores.double()
+    masked = mask_scores(scores, params) if params.any_masked else scores
+    return _top_two(masked, positions, params)
+
+
+def _top_two(
+    scores: Tensor, positions: Tensor, params: DrawParams, ids: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Columns int64 [N] of the best perturbed scores [N, C], and the gaps to the second best.
+
+    ids int64 [N, C]: tokens of the columns; None: each column's own number.
+    """
     if not params.all_greedy:
-        noise = gumbel_noise(params.seeds, positions, logits.shape[-1])
+        if ids is None:
+            noise = gumbel_noise(params.seeds, positions, scores.shape[-1])
+        else:
+            noise = _gumbel(uniform_of(params.seeds, positions, ids, NoiseStream.TARGET))
         if params.any_greedy:
             noise.masked_fill_((params.temperatures <= 0)[:, None], 0.0)
         scores = noise.add_(scores)
-
     top = scores.topk(2, dim=-1)
-    tokens = top.indices[:, 0]
-    gaps = top.values[:, 0] - top.values[:, 1]
-    return Draw(tokens, logprobs.gather(1, tokens[:, None])[:, 0], gaps)
+    return top.indices[:, 0], top.values[:, 0] - top.values[:, 1]
 
 
 def mask_scores(scores: Tensor, params: DrawParams) -> Tensor:
@@ -312,14 +350,19 @@ def mask_scores(scores: Tensor, params: DrawParams) -> Tensor:
     is relative to the most likely token. Neither top_k nor top_p renormalises: masses refer to the
     full vocabulary.
     """
-    ordered = scores.sort(dim=-1, descending=True)
-    vocab = scores.shape[-1]
-    k = torch.where(params.top_k > 0, params.top_k.clamp(max=vocab), vocab)
-    kth = ordered.values.gather(1, (k - 1)[:, None])
-    keep = scores >= kth
-    mass_before = ordered.values.exp().cumsum(dim=-1) - ordered.values.exp()
-    kept_in_order = (mass_before < params.top_p.double()[:, None]) | (params.top_p >= 1.0)[:, None]
-    kept_in_order[:, 0] = True
-    keep &= torch.zeros_like(keep).scatter_(1, ordered.indices, kept_in_order)
-    floor = ordered.values[:, :1] + params.min_p.double()[:, None].log()
-    return scores.masked_fill(~(keep & (scores >= floor)), float("-inf"))
+    ordered, ids = scores.sort(dim=-1, descending=True)
+    kept = torch.empty_like(ids, dtype=torch.bool).scatter_(1, ids, _kept(ordered, params))
+    return scores.masked_fill(~kept, float("-inf"))
+
+
+def _kept(ordered: Tensor, params: DrawParams) -> Tensor:
+    """Whether each of a row's likeliest tokens passes the masks, bool [N, C]; descending log-probs
+    [N, C].
+    """
+    count = ordered.shape[-1]
+    k = torch.where(params.top_k > 0, params.top_k.clamp(max=count), count)
+    mass_before = ordered.exp().cumsum(dim=-1) - ordered.exp()
+    in_mass = (mass_before < params.top_p.double()[:, None]) | (params.top_p >= 1.0)[:, None]
+    in_mass[:, 0] = True
+    floor = ordered[:, :1] + params.min_p.double()[:, None].log()
+    return in_mass & (ordered >= ordered.gather(1, (k - 1)[:, None])) & (ordered >= floor)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import gumbel_oracle
 import numpy as np
 import pytest
 import torch
 
 from paceline.models.sampling import (
+    CANDIDATES,
     DrawParams,
     NoiseStream,
     behavior_logprobs,
@@ -124,6 +127,35 @@ def test_masks_keep_exactly_the_tokens_they_name(
     given = {name: [value] * n for name, value in setting.items()}
     params = DrawParams.of(list(range(n)), [1.0] * n, **given)  # type: ignore[arg-type]
     assert set(draw(logits, torch.zeros(n, dtype=torch.int64), params).tokens.tolist()) == allowed
+
+
+@pytest.mark.parametrize("spread", [0.3, 4.0])  # most tokens of a row kept, or a few
+def test_a_masked_draw_over_a_large_vocabulary_is_the_best_of_the_tokens_kept(
+    spread: float,
+) -> None:
+    """Rows with few and with many kept tokens, and rows without masks, in one batch."""
+    rows, vocab = 24, 4 * CANDIDATES
+    logits = spread * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(5))
+    temperatures = [0.0 if row % 6 == 5 else 0.8 for row in range(rows)]
+    top_p = [(0.9, 1.0, 0.5)[row % 3] for row in range(rows)]
+    top_k = [(0, 0, 300, 40)[row % 4] for row in range(rows)]
+    params = DrawParams.of(list(range(rows)), temperatures, top_p=top_p, top_k=top_k)
+    got = draw(logits, torch.arange(rows), params)
+    noise = gumbel_noise(params.seeds, torch.arange(rows), vocab)
+    for row in range(rows):
+        heat = temperatures[row] or 1.0
+        scores = (logits[row] / torch.tensor(heat)).log_softmax(-1).double()
+        order = sorted(range(vocab), key=lambda token: -float(scores[token]))
+        kept = order[: top_k[row] or vocab]
+        mass, last = 0.0, 0
+        while last < len(kept) and (mass < top_p[row] or top_p[row] == 1.0):
+            mass += math.exp(scores[kept[last]])
+            last += 1
+        best = {
+            token: float(scores[token]) + (float(noise[row, token]) if temperatures[row] else 0.0)
+            for token in kept[:last]
+        }
+        assert int(got.tokens[row]) == max(best, key=best.__getitem__)
 
 
 def test_the_gap_is_between_the_two_best_perturbed_scores() -> None:

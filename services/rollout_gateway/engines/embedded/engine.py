@@ -59,7 +59,7 @@ class EmbeddedEngine:
         self._decoder = decode.Decoder(
             self._weights, self._speculation, self._store, self._grammars, self._stopwatch
         )
-        self._released = False
+        self._released, self._memory_saver = False, spec.memory_saver
         self._ended = SpeculationStats()
         self._paused = False
 
@@ -97,7 +97,7 @@ class EmbeddedEngine:
                 sink=sink,
                 row_dtype=loading.DTYPES[spec.features_dtype],
             )
-        self._weights = EngineWeights(policy, self._speculation, model)
+        self._weights = EngineWeights(policy, self._speculation, model, model_dir)
         self._device_tflops = timing.square_product_tflops(policy.head.device, policy.head.dtype)
 
     # ---- the round
@@ -247,14 +247,22 @@ class EmbeddedEngine:
         if withheld.reuse and not self._prefixes.closed:
             self._prefixes.close()
 
+    @torch.inference_mode()
     def release_memory(self) -> int:
-        """See Engine.release_memory; the engine keeps its memory and only refuses requests."""
+        """See Engine.release_memory; 0 bytes without engine.embedded.memory_saver."""
         control.check_idle(self._unfinished)
-        self._released = True
-        return 0
+        released, self._released = self._released, True
+        if released or not self._memory_saver:
+            return 0
+        self._prefixes.forget()
+        return self._store.release() + self._weights.release()
 
+    @torch.inference_mode()
     def resume_memory(self) -> None:
         """See Engine.resume_memory."""
+        if self._released and self._memory_saver:
+            self._store.allocate()
+            self._weights.resume()
         self._released = False
 
     def flush_cache(self) -> None:

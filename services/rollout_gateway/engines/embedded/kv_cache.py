@@ -69,6 +69,19 @@ class SlotStore:
         self.hidden = torch.zeros(slots, capacity, width, dtype=dtype, device=device)
         """[S, C, W]: true hidden states of cached tokens; width 0 if nothing reads them."""
 
+    def release(self) -> int:
+        """Free keys, values and hidden states until `allocate`; returns bytes."""
+        parts = (self.kv.data, self.hidden)
+        for part in parts:
+            part.untyped_storage().resize_(0)
+        return sum(part.nbytes for part in parts)
+
+    def allocate(self) -> None:
+        """Allocate the freed memory again, with zeros: masked cells are multiplied too."""
+        for part in (self.kv.data, self.hidden):
+            part.untyped_storage().resize_(part.nbytes)
+            part.zero_()
+
     def start(self, slot: int, known: tuple[int, ...]) -> None:
         """Store the tokens of a new request."""
         self.token_ids[slot, : len(known)] = torch.tensor(known)

@@ -37,6 +37,11 @@ class EmbeddedConfig(Config):
     need the extra `int8`. A seed still gives the same tokens in float32, except where int8_w8a8
     rounds an activation between two numbers. In bfloat16 tokens may depend on batch shapes.
     """
+    memory_saver: bool = False
+    """Whether keys, values and the policy's weights are freed while a worker's slot is lent.
+    Weights are then read again from their files. For small models, fresh memory pages cost more
+    than this saves.
+    """
     prefix_slots: int = Field(default=32, ge=0)
     """Number of ended requests kept for prompts with the same beginning, each as large as a running
     request; 0: none.

@@ -7,7 +7,7 @@ swapped by reference.
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.models import in_place
+from paceline.models import in_place, products
 from paceline.models.decoder import DecoderWeights
 from paceline.services.rollout_gateway.engines.base import EngineBroken
 from paceline.services.rollout_gateway.engines.embedded import drafters, speculative
@@ -23,11 +23,15 @@ class EngineWeights:
         policy: DecoderWeights,
         speculation: speculative.Speculation,
         model: in_place.ServedModel,
+        directory: Path,
     ) -> None:
+        """directory: source of the policy."""
         self.policy = policy
         """The serving policy."""
         self._speculation = speculation
         self._model = model
+        self._directory = directory
+        self._released = False
         self._prepared: PreparedVersions[in_place.StagedWeights | drafters.DrafterVersion] = (
             PreparedVersions(model.profile.name if model.profile else "")
         )
@@ -74,10 +78,29 @@ class EngineWeights:
         same_profile = new.profile == self._model.profile
         write = in_place.serve_staged if same_profile else in_place.beside
         try:
-            self.policy = write(self.policy, new)
-            self._speculation.bind(self.policy)
+            if not self._released:  # else `resume` reads it
+                self.policy = write(self.policy, new)
+                self._speculation.bind(self.policy)
         except Exception as error:
             raise EngineBroken(
                 f"an update of the policy was interrupted: {type(error).__name__}: {error}"
             ) from error
-        self._model = replace(self._model, profile=new.profile)
+        self._model, self._directory = replace(self._model, profile=new.profile), new.path
+
+    def release(self) -> int:
+        """Free the policy's storages until `resume`; returns bytes."""
+        self._released, freed = True, 0
+        for tensor in in_place.storages(self.policy).values():
+            freed += tensor.nbytes + products.renew_copy(tensor)
+            tensor.untyped_storage().resize_(0)  # other references keep the tensor's shape
+        return freed
+
+    def resume(self) -> None:
+        """Load the serving policy again.
+
+        Raises WeightsError, DataLoss or InvalidInput.
+        """
+        if self._released:
+            self.policy = self._model.load(self._directory)
+            self._speculation.bind(self.policy)
+            self._released = False

@@ -1,0 +1,146 @@
+"""Matrices of a served model: every form gives the product, and the measured one is used."""
+
+import gc
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+from paceline.models import products
+from paceline.models.products import FORMS, MEASURED_ROWS, MOST_ROWS, ServedMatrix
+
+OUTPUTS, INPUTS = 576, 512
+"""A matrix just above FEWEST_BYTES."""
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of choices, in a cache of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "paceline" / "products.json"
+
+
+def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def served(form: str, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_fastest_forms", lambda *_: [form] * len(MEASURED_ROWS))
+    products.serve_matrices([weight])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rows", [1, 2, 5, 32, MOST_ROWS])
+def test_every_form_is_the_product_of_float64(form: str, rows: int, dtype: torch.dtype) -> None:
+    x, weight = numbers(rows, INPUTS).to(dtype), numbers(OUTPUTS, INPUTS, seed=1).to(dtype)
+    found = ServedMatrix(weight, [form] * len(MEASURED_ROWS)).product(x)
+    expected = x.double() @ weight.double().t()
+    close = 1e-5 if dtype is torch.float32 else 8e-3
+    torch.testing.assert_close(found.double(), expected, rtol=close, atol=close * 20)
+    assert found.is_contiguous()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_linear_and_added_use_the_form_for_few_rows_without_gradients(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, used = numbers(OUTPUTS, INPUTS), list[int]()
+    compute = FORMS[form]
+
+    def counted(x: torch.Tensor, matrix: ServedMatrix) -> torch.Tensor:
+        used.append(len(x))
+        return compute(x, matrix)
+
+    monkeypatch.setitem(FORMS, form, counted)
+    served(form, weight, monkeypatch)
+    bias, residual = numbers(OUTPUTS, seed=2), numbers(6, OUTPUTS, seed=3)
+    x = numbers(2, 3, INPUTS, seed=4)
+    expected = functional.linear(x, weight, bias)
+    torch.testing.assert_close(products.linear(x, weight, bias), expected, rtol=1e-5, atol=1e-3)
+    flat = x.view(6, INPUTS)
+    torch.testing.assert_close(
+        products.added(residual, flat, weight), residual + flat @ weight.t(), rtol=1e-5, atol=1e-3
+    )
+    assert used == [6, 6]
+    for many in (numbers(MOST_ROWS + 1, INPUTS), numbers(2, INPUTS).requires_grad_()):
+        torch.testing.assert_close(
+            products.linear(many, weight), functional.linear(many, weight), rtol=1e-5, atol=1e-3
+        )
+    assert used == [6, 6]
+
+
+def test_new_numbers_in_a_served_storage_reach_its_packed_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight, x = numbers(OUTPUTS, INPUTS), numbers(4, INPUTS, seed=1)
+    served("packed", weight, monkeypatch)
+    products.linear(x, weight)
+    weight.copy_(numbers(OUTPUTS, INPUTS, seed=2))
+    assert products.renew_copy(weight) == weight.nbytes
+    assert products.renew_copy(weight) == 0
+    torch.testing.assert_close(
+        products.linear(x, weight), functional.linear(x, weight), rtol=1e-5, atol=1e-3
+    )
+
+
+def test_a_matrix_that_ends_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = numbers(OUTPUTS, INPUTS)
+    served("packed", weight, monkeypatch)
+    key = id(weight)
+    assert key in products._served
+    del weight
+    gc.collect()
+    assert key not in products._served
+
+
+def test_small_matrices_and_other_dtypes_keep_the_form_of_torch() -> None:
+    others = [numbers(64, 64), numbers(OUTPUTS, INPUTS).double(), numbers(INPUTS, OUTPUTS).t()]
+    products.serve_matrices(others)
+    assert not {id(one) for one in others} & products._served.keys()
+
+
+@pytest.mark.parametrize("damage", [None, "", "[]", '{"m": 3}', '{"m": {"s": ["linear"]}}'])
+def test_choices_are_timed_once_and_a_damaged_file_is_no_choice(
+    damage: str | None, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if damage is not None:
+        cache.parent.mkdir()
+        cache.write_text(damage)
+    timed = list[int]()
+    names = [*FORMS] * len(MEASURED_ROWS)
+
+    def forms(same: list[torch.Tensor], usable: list[str]) -> list[str]:
+        timed.append(len(same))
+        return names[:13]
+
+    monkeypatch.setattr(products, "_fastest_forms", forms)
+    weights = [numbers(OUTPUTS, INPUTS, seed=seed) for seed in range(3)]
+    products.serve_matrices(weights)
+    products.serve_matrices(weights)
+    assert timed == [3]
+    (kept,) = json.loads(cache.read_text())[products._machine()].values()
+    assert kept == names[:13]
+
+
+def test_the_fastest_form_is_chosen_for_each_number_of_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    costs = {"linear": 3.0, "blocks": 1.0, "packed": 2.0}
+
+    def costing(name: str) -> products.Form:
+        def compute(x: torch.Tensor, matrix: ServedMatrix) -> torch.Tensor:
+            now[0] += costs[name] * (len(x) if name == "blocks" else 1)
+            return x
+
+        return compute
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    for name in costs:
+        monkeypatch.setitem(FORMS, name, costing(name))
+    chosen = products._fastest_forms([numbers(OUTPUTS, INPUTS)], list(costs))
+    assert chosen == ["blocks", "blocks", *["packed"] * 11]
