@@ -37,6 +37,8 @@ class HeldWorker(worker.Worker):
         self._events: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._events.setsockopt(zmq.LINGER, 1000)
         self._events.connect(os.environ[ADDRESS_VARIABLE])
+        self._execute = self._peer.execute
+        self._peer.execute = self._execute_and_tell  # type: ignore[method-assign]
 
     def _tell(self, event: str, request_ids: list[int]) -> None:
         load = self._engine.load
@@ -48,8 +50,8 @@ class HeldWorker(worker.Worker):
         }
         self._events.send_json(told)
 
-    def _answer(self, command: pb.WorkerCommand) -> None:
-        super()._answer(command)
+    def _execute_and_tell(self, engine: Any, command: pb.WorkerCommand, **options: Any) -> None:
+        self._execute(engine, command, **options)
         if command.HasField("enqueue"):
             self._tell("enqueue", [one.request_id for one in command.enqueue.requests])
         if command.HasField("abort"):
