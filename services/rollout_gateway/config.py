@@ -113,6 +113,9 @@ class ChatConfig(Config):
         "harmony",
     ] = "auto"
     """Format of tool calls; auto: the format of the chat template."""
+    tool_prompt: Literal["refuse", "default"] = "refuse"
+    """Treatment of tools, past calls and results that the chat template drops. refuse: refuse the
+    request; default: write them into the messages as text."""
     tool_grammars: Literal["always", "untrained", "never"] = "untrained"
     """Use of grammars for calls, which change log-probs. untrained: only without trained tokens;
     always: trainable sessions refuse such requests; never: a call's beginning alone is forced."""

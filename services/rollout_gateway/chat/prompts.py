@@ -1,10 +1,11 @@
 """Makes the prompt of a conversation, and the parser of its answer.
 
 A caller passes a request and the turn that it continues, and receives tokens and a parser. Tools,
-calls, results and the text beside calls are refused by name if the chat template drops them. Other
-dropped parts are reported.
+calls, results and the text beside calls are refused by name if the chat template drops them, or
+moved into the default tool prompt. Other dropped parts are reported.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -69,6 +70,10 @@ _BEFORE: Mapping[Role, tuple[Message, ...]] = {
 _TOOL_KIND, _CALL_KIND, _RESULT_KIND = "tools", "tool calls", "tool results"
 _MORE_KIND, _TEXT_KIND = "more than one tool call of a message", "text beside tool calls"
 """Kinds of parts that a template may drop."""
+_ALLOWED = (
+    'a chat template that shows them, or gateway.chat.tool_prompt="default" with a '
+    "gateway.chat.tool_format"
+)
 
 
 def _parts(message: Message) -> dict[str, str]:
@@ -88,30 +93,39 @@ def _parts(message: Message) -> dict[str, str]:
 class _TemplateParts:
     """The parts of a conversation that one chat template shows, found by probe conversations."""
 
-    def __init__(self, codec: text.TextCodec) -> None:
+    def __init__(self, codec: text.TextCodec, spelling: ToolFormat | None) -> None:
+        """`spelling`: the format of the default tool prompt; None: no such prompt."""
         self._codec = codec
+        self._spelling = spelling
         self._dropped: dict[bool, frozenset[str]] = {}  # kinds of parts, by whether there are tools
         self._read: dict[tuple[str, Role, bool], bool] = {}
 
-    def check(self, request: ChatRequest, kept: int = 0) -> None:
-        """Raises InvalidInput for tools, calls and results that the template drops. `kept`: first
-        messages with recorded tokens.
+    def fit(self, request: ChatRequest, kept: int = 0) -> ChatRequest:
+        """The request with all its tools, calls and results where the template shows them. `kept`:
+        first messages with recorded tokens.
+
+        Raises InvalidInput for dropped parts without a default prompt.
         """
         parts = [(_TOOL_KIND, ", ".join(request.tool_names()))] if request.tools else []
         parts += [part for message in request.messages[kept:] for part in _parts(message).items()]
-        if not parts:
-            return
+        if not parts or not request.messages:
+            return request
         with_tools = bool(request.tools)
         if with_tools not in self._dropped:
             self._dropped[with_tools] = self._probed(_TOOLS if with_tools else ())
+        dropped = self._dropped[with_tools]
         for kind, seen in parts:
-            if kind in self._dropped[with_tools]:
-                raise InvalidInput(
-                    f"{'tools' if kind == _TOOL_KIND else 'messages'}: the chat template does not "
-                    f"show {kind}",
-                    seen=seen,
-                    allowed="a chat template that shows them",
-                )
+            if kind not in dropped:
+                continue
+            if self._spelling is not None:
+                return _moved(request, dropped, self._spelling)
+            raise InvalidInput(
+                f"{'tools' if kind == _TOOL_KIND else 'messages'}: the chat template does not "
+                f"show {kind}",
+                seen=seen,
+                allowed=_ALLOWED,
+            )
+        return request
 
     def unread(self, request: ChatRequest, kept: int = 0) -> tuple[str, ...]:
         """Parts (`name`, `reasoning`) of a message that the template writes for no message of its
@@ -169,6 +183,51 @@ class _TemplateParts:
         return ""
 
 
+def _moved(request: ChatRequest, dropped: frozenset[str], spelling: ToolFormat) -> ChatRequest:
+    """The request with dropped parts as text of its messages, tools in the first, a system
+    message.
+    """
+    messages = [
+        _as_text(one, spelling) if dropped & _parts(one).keys() else one for one in request.messages
+    ]
+    if not request.tools or _TOOL_KIND not in dropped:
+        return replace(request, messages=tuple(messages))
+    tools = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in request.tools)
+    example = spelling.write_calls([ToolCall("", "NAME", '{"PARAMETER": "VALUE"}')])
+    prompt = (
+        f"# Tools\n\nYou may call these functions:\n{tools}\n\n"
+        f"To call a function, write its name and arguments in this form:\n{example}"
+    )
+    first = messages.pop(0) if messages[0].role == "system" else Message("system")
+    first = replace(first, content="\n\n".join(filter(None, (first.content, prompt))))
+    return replace(request, messages=(first, *messages), tools=())
+
+
+def _as_text(message: Message, spelling: ToolFormat) -> Message:
+    """The message with its calls or result as text."""
+    if message.role == "tool":
+        return Message("user", f"<tool_response>\n{message.content}\n</tool_response>")
+    calls = spelling.write_calls(message.tool_calls)
+    content = "\n".join(filter(None, (message.content, calls)))
+    return replace(message, content=content, tool_calls=())
+
+
+def _check_names(request: ChatRequest, rendered: str) -> None:
+    """Raises InvalidInput for a tool or past call with a name that is not in the prompt. A template
+    may drop them in some conversations only.
+    """
+    called = [call.name for message in request.messages for call in message.tool_calls]
+    for part, names in (("tools: a tool", request.tool_names()), ("messages: a call", called)):
+        for name in names:
+            spellings = (json.dumps(name, ensure_ascii=escaped)[1:-1] for escaped in (True, False))
+            if name not in rendered and not any(one in rendered for one in spellings):
+                raise InvalidInput(
+                    f"{part} does not stand in the prompt that the chat template writes",
+                    seen=name[:_SHOWN],
+                    allowed=_ALLOWED,
+                )
+
+
 class ChatPrompts:
     """Prompts of one model's conversations."""
 
@@ -178,7 +237,8 @@ class ChatPrompts:
         marked = config.reasoning == "auto" and parse.THINK in codec.template.source
         self._reasoning = marked or config.reasoning == "think"
         ends = self._format.ends if self._format else ()
-        self._parts = _TemplateParts(codec)
+        spelling = self._format if config.tool_prompt == "default" else None
+        self._parts = _TemplateParts(codec, spelling)
         self._stop_ids = tuple(codec.added_tokens[end] for end in ends if end in codec.added_tokens)
 
     def prompt(
@@ -221,8 +281,9 @@ class ChatPrompts:
         Raises InvalidInput if the template refuses it or drops parts of it, and for more than
         `longest` ids.
         """
-        self._parts.check(request)
-        return self._codec.encode(self._codec.template.render(request), longest, special=False)
+        rendered = self._codec.template.render(self._parts.fit(request))
+        _check_names(request, rendered)
+        return self._codec.encode(rendered, longest, special=False)
 
     def _offered(self, request: ChatRequest) -> ToolFormat | None:
         """The format for reading the answer; None: plain text."""
@@ -255,9 +316,9 @@ class ChatPrompts:
         if not request.messages:
             raise InvalidInput("messages is empty", allowed="one message or more")
         if known is not None:
-            self._parts.check(request, known.messages)
-            last = known.messages - 1
-            rest = self._codec.encode_after(request, last, known.response_ids, longest)
+            fitted = self._parts.fit(request, known.messages)
+            last = known.messages - 1 + len(fitted.messages) - len(request.messages)
+            rest = self._codec.encode_after(fitted, last, known.response_ids, longest)
             if rest is not None:
                 return (*known.token_ids, *rest), True
         return self.encode(request, longest), False

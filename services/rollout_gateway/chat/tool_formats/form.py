@@ -1,18 +1,20 @@
 """A family's form of tool calls: one text with places for the name and the arguments.
 
-The forced beginning of a call and its grammar follow from that text. A reader of the family reads
-calls more leniently. Harmony, the form of gpt-oss, also has reasoning and content in channels.
-openai-harmony is not used: it reads tokens only, with a vocabulary that it downloads at start.
+The forced beginning of a call, its grammar and its text in a prompt follow from that text. A reader
+of the family reads calls more leniently. Harmony, the form of gpt-oss, also has reasoning and
+content in channels. openai-harmony is not used: it reads tokens only, with a vocabulary that it
+downloads at start.
 """
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
 from paceline.errors import InternalError, InvalidInput
+from paceline.services.rollout_gateway.chat.messages import ToolCall
 from paceline.services.rollout_gateway.chat.tool_formats import base, lark, typed_text
 
 MORE_CALLS = 15
@@ -77,6 +79,17 @@ class ToolFormat:
         stop = r"\$number|\$arguments" if name else r"\$"
         head = re.split(stop, self.before + self.call, maxsplit=1)[0]
         return _named(head, name).rstrip(" ")
+
+    def write_calls(self, calls: Sequence[ToolCall]) -> str:
+        """Calls in the model's form, so that `read` returns them."""
+        written = []
+        for number, call in enumerate(calls):
+            text = call.arguments or "{}"
+            arguments = text if self.tags is None else self.tags.write_arguments(text)
+            places = {"$number": str(number), "$arguments": arguments}
+            parts = _PLACE.split(self.call)
+            written.append("".join(places.get(part, _named(part, call.name)) for part in parts))
+        return self.before + (self.between or "").join(written) + self.after
 
     # ---- grammars
 
@@ -213,6 +226,11 @@ class Harmony(ToolFormat):
             before = kind
 
         return []
+
+    def write_calls(self, calls: Sequence[ToolCall]) -> str:
+        """Calls, each with the token at the end of its response."""
+        write = super().write_calls
+        return "".join(f"{write([one])}{_CALL}" for one in calls)
 
     def woven(
         self, rules: lark.Rules, calls: Callable[[str], lark.Lark], answer: lark.Lark | None

@@ -43,6 +43,21 @@ class Tags(NamedTuple):
     close: str  # text that the value cannot contain
     end: str  # `close` with the line breaks around it
 
+    def write_arguments(self, arguments: str) -> str:
+        """A JSON object of arguments as text between tags; other text stays unchanged."""
+        try:
+            members = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return arguments
+        if not isinstance(members, dict):
+            return arguments
+        return "".join(
+            self.before.replace("{}", name)
+            + (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+            + self.end
+            for name, value in members.items()
+        )
+
 
 class Parameters:
     """The arguments of one tool."""

@@ -1,10 +1,11 @@
 """Conversations with tools lose no content.
 
-A message that a template omits is rejected by name.
+A message that a template omits is rejected by name, or shown by the default tool prompt.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +18,20 @@ from chat_models import (
     THINKING,
     ChatModel,
     codec_of,
+    vocab_size,
 )
+from dialogue_engine import Desk, Saying, sampling
+from session_turns import session
 from tokenizer_families import byte_level
 
 from paceline.errors import InvalidInput
+from paceline.services.rollout_gateway.calls.planner import Asked
 from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message, ToolCall
+from paceline.services.rollout_gateway.chat.parse import ChatParser
 from paceline.services.rollout_gateway.chat.prompts import ChatPrompts, Known
+from paceline.services.rollout_gateway.chat.tool_formats.families import TOOL_FORMATS, tool_format
 from paceline.services.rollout_gateway.config import ChatConfig
+from paceline.services.rollout_gateway.sessions.session import Caller
 
 USER = Message("user", "Weather?")
 TOOLS = tuple(
@@ -67,6 +75,11 @@ DROPS: dict[str, tuple[str, ChatRequest, str]] = {
         WITHOUT_RESULTS,
         ChatRequest((USER, CALLED, RESULT)),
         "messages: .*tool results; seen: a1b2c3d4e",
+    ),
+    "tools that are no last message's": (
+        "{{ messages[-1].content }}{% if messages[-1].role == 'user' %}{{ tools }}{% endif %}",
+        ChatRequest((USER, Message("assistant", "Where?")), TOOLS),
+        "tools: a tool does not stand in the prompt.*get_weather",
     ),
 }
 
@@ -119,6 +132,22 @@ def test_a_template_is_probed_once() -> None:
     assert (first > 1, count) == (True, 1)
 
 
+@pytest.mark.parametrize(
+    "name", [one for one in DROPS if one != "tools that are no last message's"]
+)
+def test_what_a_template_drops_stands_in_the_default_tool_prompt(name: str) -> None:
+    template, request, _ = DROPS[name]
+    text = rendered(prompts(template, tool_prompt="default", tool_format="hermes"), request)
+    for tool in request.tools:
+        assert json.dumps(tool["function"]) in text
+    for message in request.messages:
+        for call in message.tool_calls:
+            assert f'"name": "{call.name}"' in text or template == WITHOUT_RESULTS
+        assert message.content in text
+    if request.tools:
+        assert '<tool_call>\n{"name": "NAME", "arguments": {"PARAMETER": "VALUE"}}' in text
+
+
 @pytest.mark.parametrize("model", MODELS, ids=lambda one: one.name)
 def test_text_beside_calls_stands_in_the_prompt_or_is_refused(model: ChatModel) -> None:
     where = ChatPrompts(ChatConfig(), model.codec)
@@ -166,6 +195,60 @@ def test_names_and_reasoning_that_no_prompt_shows_are_named(
     tokens = where.encode(ChatRequest(talk[:1]))
     known = Known(2, tokens, ())
     assert where.prompt(ChatRequest((*talk[:2], USER)), known).unread == ()
+
+
+def test_the_default_tool_prompt_needs_a_format_and_a_place_for_it() -> None:
+    with pytest.raises(InvalidInput, match=r"tools: .*with a gateway\.chat\.tool_format"):
+        prompts(TURNS, tool_prompt="default").encode(ChatRequest((USER,), TOOLS))
+    drops_system = "{{ messages[-1].content }}"
+    where = prompts(drops_system, tool_prompt="default", tool_format="hermes")
+    with pytest.raises(InvalidInput, match="tools: a tool does not stand in the prompt"):
+        where.encode(ChatRequest((USER,), TOOLS))
+
+
+@pytest.mark.parametrize("system", [(), (Message("system", "Be brief."),)])
+def test_a_dialogue_under_the_default_tool_prompt_keeps_its_tokens(
+    system: tuple[Message, ...],
+) -> None:
+    codec = codec_of(
+        byte_level(["<|im_start|>", "<|im_end|>"]),
+        chat_template=TURNS + "{{ '<|im_start|>assistant\\n' }}",
+        eos_token="<|im_end|>",
+    )
+    settings = {"tool_prompt": "default", "tool_format": "hermes"}
+    desk, where = Desk(codec, vocab_size(codec), chat=settings), session()
+    request = ChatRequest((*system, USER), TOOLS)
+    (plan,) = desk.chat(Asked(Caller(where), sampling(), desk.name), request)
+    said = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bern"}}\n</tool_call>'
+    ids = (*codec.encode_piece(said), *codec.encode_piece("<|im_end|>"))
+    message = desk.answer(plan, Saying(ids)).message
+    assert message is not None
+    assert [call.name for call in message.tool_calls] == ["get_weather"]
+    result = replace(RESULT, tool_call_id=message.tool_calls[0].call_id)
+    request = replace(request, messages=(*request.messages, message, result))
+    (after,) = desk.chat(Asked(Caller(where), sampling(), desk.name), request)
+    assert after.parent is where.tree.turns[0]
+    assert after.prompt[: len(plan.prompt) + len(ids)] == (*plan.prompt, *ids)
+    turn = "\n<|im_start|>tool\nrain<|im_end|>\n<|im_start|>assistant\n"
+    assert codec.decode_all(after.new_ids) == turn
+    # A client with a new history gets the same text.
+    assert codec.decode_all(desk.planner.prompts.encode(request)) == codec.decode_all(after.prompt)
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+@pytest.mark.parametrize("count", [1, 2])
+def test_calls_that_a_format_writes_are_read_back(name: str, count: int) -> None:
+    calls = [
+        ToolCall("", "get_weather", '{"city": "Zürich", "days": 2, "at": {"h": [1, null]}}'),
+        ToolCall("", "get_time", "{}"),
+    ][:count]
+    spelling = tool_format(name, "")
+    assert spelling is not None
+    reader = ChatParser(spelling.offering({one.name: {} for one in calls}), reasoning=False)
+    reader.push(spelling.write_calls(calls))
+    reader.finish()
+    found = [(one.name, json.loads(one.arguments)) for one in reader.message.tool_calls]
+    assert found == [(one.name, json.loads(one.arguments)) for one in calls]
 
 
 def test_a_plain_template_without_tools_is_as_it_was() -> None:
