@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -115,6 +116,16 @@ def test_what_the_hub_does_not_give_is_refused_by_name(
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     with pytest.raises(ConfigError, match=says):
         model_directory(model, print)
+
+
+def test_a_hub_that_accepts_a_request_and_does_not_answer_is_left_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("paceline.local.hub._ASK_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(ConfigError, match=r"the Hub cannot be reached.*Timeout"):
+            model_directory("acme/silent", print)
 
 
 @pytest.mark.slow

@@ -121,7 +121,7 @@ async def follow(config: ServiceConfig, state: RunState) -> None:
     """Keeps `state` up to date until the run has ended."""
     async with channel(config.addresses.coordinator, config.security) as connection:
         stub = coordinator_at(connection)
-        behind, asked_s = False, 0.0
+        behind, ended, asked_s = False, False, 0.0
 
         async def list_steps(first: int) -> pb.ListStepsResponse:
             request = pb.ListStepsRequest(from_step=first)
@@ -148,9 +148,13 @@ async def follow(config: ServiceConfig, state: RunState) -> None:
         check_events(events, config.security)
         with FactSubscriber(events, config.run.id, catch_up, curve_key=curve_key) as facts:
             await catch_up(0, 0)
-            while state.phase != "finished":  # the next coordinator resumes a failed run
+            # A snapshot may precede a finished run's resume. The next coordinator resumes a failed
+            # run.
+            while not ended:
                 try:
-                    state.apply_fact(await facts.next(_QUIET_S))
+                    fact = await facts.next(_QUIET_S)
+                    state.apply_fact(fact)
+                    ended = fact.HasField("run_finished") and not fact.run_finished.failure
                 except DeadlineExceeded:
                     behind = True
                 if behind and time.monotonic() - asked_s >= _ASK_AGAIN_S:

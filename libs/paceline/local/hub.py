@@ -69,9 +69,11 @@ def model_directory(model: str, say: Callable[[str], None]) -> Path:
 
 def _download(repository: str, revision: str | None, say: Callable[[str], None]) -> Path:
     """Downloads the absent files. Raises ConfigError unless all files make up a checkpoint."""
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import HfApi, constants, snapshot_download
 
     exempt_loopback(constants.ENDPOINT)
+    # A silent Hub ends here: the same request inside snapshot_download has no deadline.
+    HfApi().model_info(repository, revision=revision, timeout=_ASK_S)
     files = snapshot_download(
         repository, revision=revision, allow_patterns=NEEDED, dry_run=True, etag_timeout=_ASK_S
     )

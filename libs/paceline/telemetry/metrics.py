@@ -80,9 +80,9 @@ class _Kept:
 
     def __init__(self, create: Callable[..., object], about: Mapping[str, str]) -> None:
         """`create`: the meter's function for an observable instrument."""
-        create(**about, callbacks=[self.observations])
         self._values: dict[tuple[tuple[str, str | float], ...], float] = {}
         self._lock = Lock()  # points arrive from every thread
+        create(**about, callbacks=[self.observations])  # a reader may call at once
 
     def add(self, value: float, labels: Labels) -> None:
         key = tuple(sorted(labels.items()))

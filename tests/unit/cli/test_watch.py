@@ -39,6 +39,7 @@ class Finished(CoordinatorServiceServicer):
 
     def __init__(self) -> None:
         self.records: list[pb.StepRecord] = []
+        self.phase = "rollout"
         self.asked = asyncio.Event()
 
     async def GetSnapshot(
@@ -49,7 +50,7 @@ class Finished(CoordinatorServiceServicer):
             run_id=RUN,
             step=len(self.records),
             total_steps=9,
-            phase="rollout",
+            phase=self.phase,
             slots=[pb.SlotRange(first=0, count=1, holder=pb.HOLDER_DRAFTER, epoch=7)],
             last_step=self.records[-1] if self.records else None,
         )
@@ -153,6 +154,22 @@ async def test_missed_steps_are_asked_for_page_by_page_and_each_is_told_once(
     await facts.publish(pb.Fact(run_finished=pb.RunFinished()))
     await asyncio.wait_for(following, patient(10))
     assert state.phase == "finished"
+
+
+async def test_a_finished_run_that_is_resumed_with_more_steps_is_followed(
+    run: tuple[ServiceConfig, Finished, FactPublisher],
+) -> None:
+    config, servicer, facts = run
+    servicer.phase, shown = "finished", asyncio.Event()
+    state = RunState(RUN, 9, lambda _: shown.set())
+    following = asyncio.create_task(follow(config, state))
+    await asyncio.wait_for(servicer.asked.wait(), patient(10))
+    fact = pb.Fact(
+        context=CommandContext(run_id=RUN), step_finished=pb.StepFinished(record=record(0))
+    )
+    await asyncio.wait_for(publish_until(facts, fact, shown), patient(10))
+    await facts.publish(pb.Fact(run_finished=pb.RunFinished()))
+    await asyncio.wait_for(following, patient(10))
 
 
 async def test_a_run_without_a_coordinator_is_followed_once_it_speaks() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from opentelemetry._logs import SeverityNumber
+from opentelemetry.metrics import CallbackOptions, NoOpMeter
 from opentelemetry.sdk._logs import LoggerProvider
 from opentelemetry.sdk._logs.export import InMemoryLogRecordExporter, SimpleLogRecordProcessor
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -17,7 +18,7 @@ from paceline.config import TelemetryConfig
 from paceline.errors import NotFound
 from paceline.telemetry.exporters import SpanFileExporter
 from paceline.telemetry.log import exporting
-from paceline.telemetry.metrics import Counter, Histogram
+from paceline.telemetry.metrics import Counter, Histogram, UpDownCounter
 
 
 @pytest.fixture(autouse=True)
@@ -230,6 +231,21 @@ def test_metrics_are_on_the_page_in_prometheus_names_and_gone_with_the_process(
     telemetry.shutdown()
     with pytest.raises(NotFound, match="has no metrics"):
         telemetry.prometheus_page()
+
+
+def test_a_reader_may_call_an_instrument_while_it_is_made() -> None:
+    read: list[Any] = []
+
+    class Eager(NoOpMeter):
+        """A meter that is read at each new instrument, as from another thread."""
+
+        def create_observable_up_down_counter(self, *args: Any, **named: Any) -> Any:
+            (callback,) = named["callbacks"]
+            read.append(callback(CallbackOptions()))
+
+    metric = UpDownCounter("paceline.waiting", "{request}", (), "waiting requests")
+    metric.instrument(Eager("test"), {"name": "paceline.waiting"})(1, {})
+    assert read == [[]]
 
 
 def test_a_process_that_exports_no_spans_has_traces_and_passes_on_its_callers() -> None:
