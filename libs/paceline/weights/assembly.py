@@ -73,6 +73,7 @@ class Assembly:
         index, data = chunk.chunk_index, chunk.data
         start, end = chunks.chunk_span(self.manifest, index)
         first, last = start + chunk.offset, start + chunk.offset + len(data)
+        self._check(chunk, zlib.crc32(data), chunk.crc32)  # damaged requests are sent again
         if not first < last <= end:
             raise InvalidInput(
                 f"{self._name(chunk)} has a wrong length",
@@ -80,7 +81,6 @@ class Assembly:
                 allowed=f"1 to {end - first}" if chunk.offset else end - start,
             )
         self._started_s = self._started_s or time.monotonic()
-        self._check(chunk, zlib.crc32(data), chunk.crc32)
         if self._checksums[index] is not None:
             self._check(chunk, chunk.crc32, zlib.crc32(self.buffer[first:last]))
             return len(data)

@@ -54,6 +54,13 @@ def test_wrong_length_and_wrong_index_are_refused() -> None:
         one.place(chunk(2, b""))
 
 
+def test_a_chunk_that_lost_its_data_on_the_way_is_data_loss() -> None:
+    damaged = chunk(1)
+    damaged.data = b""  # as a damaged tag leaves it
+    with pytest.raises(DataLoss, match="corrupt"):
+        assembly().place(damaged)
+
+
 def test_complete_version_still_asks_for_a_chunk_to_finish_with() -> None:
     one = assembly()
     assert one.wanted() == [0, 1]
