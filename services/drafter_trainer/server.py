@@ -87,10 +87,11 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         started in time.
         """
         self._promoter.start_again(context, lease.news)
-        left_s: float | None = max(0.0, lease.began + lease.deadline_s - time.monotonic())
+        left_s = max(0.0, lease.began + lease.deadline_s - time.monotonic())
+        until: float | None = asyncio.get_running_loop().time() + left_s
         while True:
             try:
-                async with asyncio.timeout(left_s):
+                async with asyncio.timeout_at(until):
                     message = await lease.news.get()
             except TimeoutError as error:
                 seen = f"{lease.deadline_s} s"
@@ -99,7 +100,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
                 case PacelineError():
                     raise message
                 case m.Attached(world_size):
-                    left_s, attach_s = None, time.monotonic() - lease.began
+                    until, attach_s = None, time.monotonic() - lease.began
                     yield pb.ActivateResponse(
                         activated=pb.Activated(attach_s=attach_s, world_size=world_size)
                     )

@@ -19,6 +19,9 @@ def give_back_cached() -> None:
         torch.cuda.empty_cache()
 
 
+_Key = tuple[int, ...]
+
+
 class Offload:
     """Tensors that leave their device and return together, including sharded and quantised ones.
 
@@ -27,8 +30,8 @@ class Offload:
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._parts = {_key(part): part for tensor in tensors for part in _plain_parts(tensor)}
-        self._copies: dict[str, Tensor] = {}  # on the CPU, pinned with CUDA
-        self._nbytes: dict[str, int] = {}  # of each storage: shards are padded beyond their view
+        self._copies: dict[_Key, Tensor] = {}  # on the CPU, pinned with CUDA
+        self._nbytes: dict[_Key, int] = {}  # of the storage: views share it, and shards are padded
         self._away = False
 
     @torch.no_grad()
@@ -42,6 +45,7 @@ class Offload:
                 self._copies[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
             self._copies[key].copy_(tensor)
             self._nbytes[key] = tensor.untyped_storage().nbytes()
+        for tensor in self._parts.values():
             tensor.untyped_storage().resize_(0)
         self._away = True
         give_back_cached()
@@ -51,7 +55,8 @@ class Offload:
         """Undoes `leave`."""
         if self._away:
             for key, tensor in self._parts.items():
-                tensor.untyped_storage().resize_(self._nbytes[key])
+                if not tensor.untyped_storage().nbytes():
+                    tensor.untyped_storage().resize_(self._nbytes[key])
                 tensor.copy_(self._copies[key])
             self._away = False
 
@@ -85,5 +90,6 @@ def _rebuilt(tensor: Any, parts: dict[str, Tensor]) -> Tensor:
     return made
 
 
-def _key(tensor: Tensor) -> str:
-    return str(tensor.untyped_storage()._cdata)
+def _key(tensor: Tensor) -> _Key:
+    """Storage, offset and shape: FSDP2's gradients are views of one storage."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), *tensor.shape

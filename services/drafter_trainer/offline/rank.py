@@ -89,15 +89,17 @@ class OfflineRun:
         """Trains until the end, or until a rank is `stopping`, and saves. Returns whether it
         reached the end.
         """
-        config = self._config
+        config, saved = self._config, self.step or -1
         rows = islice(rows_of(self._train, config), self.step * config.rows_per_step, None)
         while self.step < self.steps and not any(from_all_ranks(stopping())):
             self._train_step([*islice(rows, config.rows_per_step)])
             if self.step == self.steps or self.step % config.eval_every == 0:
                 self._evaluate()
-            if self.step < self.steps and self.step % config.save_every == 0:
+            if self.step == self.steps or self.step % config.save_every == 0:
                 self._save()
-        self._save()
+                saved = self.step
+        if saved != self.step:
+            self._save()
         self._writer.wait()
         return self.step >= self.steps
 

@@ -66,22 +66,22 @@ class HeldDraw:
     """The sessions of a group that one step drew."""
 
     sessions: dict[str, HeldSession] = field(default_factory=dict)
-    oldest: int | None = None  # policy version of the oldest token; None without tokens
+    versions: Counter[int] = field(default_factory=Counter)  # branches by oldest_version
 
     @property
     def complete(self) -> int:
         """Number of complete sessions."""
         return sum(session.complete for session in self.sessions.values())
 
-    def note_oldest(self) -> None:
-        """Computes the policy version of the oldest token anew, after a change of the sessions."""
-        branches = (held for session in self.sessions.values() for held in session.branches)
-        versions = (held.oldest_version for held in branches)
-        self.oldest = min((one for one in versions if one is not None), default=None)
+    def count(self, held: HeldTrajectory, change: int) -> None:
+        """Counts an added branch (1) or a removed branch (-1)."""
+        if (oldest := held.oldest_version) is not None:
+            self.versions[oldest] += change
 
     def lag(self, policy_version: int) -> int:
         """Policy versions between the oldest token and the given one; 0 without tokens."""
-        return max(policy_version - self.oldest, 0) if self.oldest is not None else 0
+        oldest = min((one for one, held in self.versions.items() if held), default=policy_version)
+        return max(policy_version - oldest, 0)
 
 
 class HeldGroups:
@@ -108,7 +108,7 @@ class HeldGroups:
         one = held.trajectory
         draw = self._draws.setdefault(one.group_id, {}).setdefault(one.step, HeldDraw())
         draw.sessions.setdefault(one.key.session_id, HeldSession()).branches.append(held)
-        draw.note_oldest()
+        draw.count(held, 1)
 
     def remove(self, entry_id: str) -> None:
         """Removes a trajectory, if present."""
@@ -119,7 +119,7 @@ class HeldGroups:
         draw = self._draws[one.group_id][one.step]
         session = draw.sessions[one.key.session_id]
         session.branches.remove(held)
-        draw.note_oldest()
+        draw.count(held, -1)
         if not session.branches:
             del draw.sessions[one.key.session_id]
         if not draw.sessions:

@@ -318,7 +318,7 @@ def policy_on_meta(
     chunk_rows: int = 0,
     attention: str = "sdpa",
 ) -> PolicyModel:
-    """The model of a Hugging Face directory in fp32, on meta (see loading.py).
+    """The model of a Hugging Face directory in fp32, on meta.
 
     `recompute`: keep only the input of each decoder layer's forward (Chen et al. 2016, arXiv
     1604.06174). `chunk_rows`: as in PolicyModel. Raises as causal_lm_on_meta.

@@ -133,6 +133,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights_as_one_that_was_not(world: Pa
         for out in ("whole", "out")
     ]
     assert figures[0] == figures[1]
+    assert of(run(world, steps=9), "saved") == [], "a finished run is not written again"
 
 
 def test_a_run_whose_last_checkpoint_is_damaged_goes_on_from_the_one_before(world: Path) -> None:

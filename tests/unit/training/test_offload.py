@@ -72,3 +72,15 @@ def test_numbers_that_changed_between_two_absences_are_the_new_ones() -> None:
     assert torch.equal(offload.numbers(one), NUMBERS * 2)
     offload.enter()
     assert torch.equal(one, NUMBERS * 2)
+
+
+def test_views_of_one_storage_leave_and_come_back_each_with_its_numbers() -> None:
+    flat = NUMBERS.flatten().clone()  # as FSDP2 keeps the gradients of a group of parameters
+    views = [flat[:4096].view(32, 128), flat[4096:].view(32, 128), flat[4096:5000]]
+    before = [one.clone() for one in views]
+    offload = Offload(views)
+    offload.leave()
+    assert flat.untyped_storage().nbytes() == 0
+    assert all(map(torch.equal, map(offload.numbers, views), before))
+    offload.enter()
+    assert all(map(torch.equal, views, before))

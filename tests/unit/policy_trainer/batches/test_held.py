@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.policy_trainer.batches.test_batcher import trajectory
@@ -113,6 +114,25 @@ def test_what_waits_for_other_steps_is_not_looked_at() -> None:
     assert list(index.aged(9, {"a"})) == []
     index.remove("0")
     assert touched == 0
+
+
+def test_a_branch_is_read_once_however_many_its_group_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    index, reads = HeldGroups(), 0
+    oldest = HeldTrajectory.oldest_version.fget
+    assert oldest is not None
+
+    def counted(one: HeldTrajectory) -> int | None:
+        nonlocal reads
+        reads += 1
+        found: int | None = oldest(one)
+        return found
+
+    monkeypatch.setattr(HeldTrajectory, "oldest_version", property(counted))
+    for number in range(64):
+        index.add(held(number, ("a", 0, number, 0, 1, number % 3)))
+    for number in range(64):
+        index.remove(str(number))
+    assert reads == 2 * 64  # once when it is added, and once when it is removed
 
 
 def test_a_group_whose_old_trajectory_was_removed_is_not_old() -> None:
