@@ -5,9 +5,8 @@ A version is read, assembled and rounded tensor by tensor (loading.py) into an u
 `staged`. Serving it is then one copy per tensor (`serve_staged`). This needs memory for the largest
 tensor as loaded; staged data is in the page cache and on the disk.
 
-An interrupted copy leaves earlier tensors new and later tensors old. The serving set is then read
-from its own files again, into the same storages. Rounding is deterministic, so the bits are the
-same.
+An interrupted copy leaves earlier tensors new and later tensors old. The process then ends, and its
+successor reads the serving set from its own files.
 """
 
 from __future__ import annotations

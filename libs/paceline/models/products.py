@@ -66,7 +66,9 @@ _TIMINGS = 4
 _MARGIN = 1.1
 """Factor by which a form must be faster than `linear` to replace it."""
 _MEMORY_SHARE = 8
-"""Weights are packed only if they are smaller than the machine's memory divided by this."""
+"""Weights are packed only if they are smaller than the memory divided by this."""
+_GROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+"""Limit of the container's memory in bytes, or "max"."""
 
 
 def spare_rows(x: Tensor) -> int:
@@ -246,22 +248,20 @@ def serve_matrices(weights: Iterable[Tensor]) -> None:
         if wanted and weight.is_contiguous() and weight.nbytes >= FEWEST_BYTES:
             groups.setdefault((weight.dtype, tuple(weight.shape)), []).append(weight)
     known = _read_choices() if groups else {}
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    small = sum(one.nbytes for same in groups.values() for one in same) < memory / _MEMORY_SHARE
-    usable = [name for name in FORMS if small or name != "packed"]
+    sizes = sum(one.nbytes for same in groups.values() for one in same)
+    small = sizes < _memory_bytes() / _MEMORY_SHARE
     machine = known.setdefault(_machine(), {})
-    before = dict(machine)
     for (dtype, shape), same in groups.items():
         # Choices without a copy are kept beside those with one.
         name = f"{dtype} {shape[0]}x{shape[1]}{'' if small else ' unpacked'}"
-        if name not in machine:
+        usable = [one for one in _computable_forms(dtype) if small or one != "packed"]
+        if not set(machine.get(name, ("",))) <= set(usable):
             machine[name] = _fastest_forms(same, usable)
+            _write_choices(known)
         for weight in same:
             key = id(weight)
             _served[key] = ServedMatrix(weight, machine[name])
             weakref.finalize(weight, _served.pop, key, None)
-    if machine != before:
-        _write_choices(known)
 
 
 def renew_copy(weight: Tensor) -> int:
@@ -276,13 +276,29 @@ def renew_copy(weight: Tensor) -> int:
     return weight.numel() * weight.element_size()
 
 
+def _memory_bytes() -> int:
+    """Memory of the machine, or the limit of the container if that is smaller."""
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # no limit, or "max"
+        return min(found, int(_GROUP_LIMIT.read_text(encoding="ascii")))
+    return found
+
+
+def _computable_forms(dtype: torch.dtype) -> Sequence[str]:
+    """Forms that this processor and this build of torch can compute."""
+    onednn = torch.backends.mkldnn.is_available()
+    if onednn and dtype is torch.bfloat16:
+        onednn = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return tuple(FORMS) if onednn else ("linear", "blocks")
+
+
 def _fastest_forms(same: Sequence[Tensor], usable: Sequence[str]) -> list[str]:
     """The fastest of the usable forms for each of MEASURED_ROWS."""
     enough = max(1, _TIMED_BYTES // same[0].nbytes)
-    chosen = list[str]()
+    chosen, generator = list[str](), torch.Generator().manual_seed(0)
     timed = [ServedMatrix(weight, ["linear"] * len(MEASURED_ROWS)) for weight in same[:enough]]
     for rows in MEASURED_ROWS:
-        x = torch.randn(rows, same[0].shape[1]).to(same[0].dtype)
+        x = torch.randn(rows, same[0].shape[1], generator=generator).to(same[0].dtype)
         seconds = dict.fromkeys(usable, float("inf"))
         for _ in range(_TIMINGS):
             for name in usable:

@@ -119,7 +119,8 @@ async def _await_result(value: Any) -> Any:
 
 
 def build_rule(request: RuleRequest, runner: asyncio.Runner) -> Score:
-    """The rule's method score_batch, else its score for each episode: plain or a coroutine.
+    """A user's rule scores each episode: plain or a coroutine. The reward model, the only rule with
+    arguments, scores a batch.
 
     Raises ConfigError when the path leads to no such class or the class cannot be built.
     """
@@ -130,7 +131,7 @@ def build_rule(request: RuleRequest, runner: asyncio.Runner) -> Score:
             raise
         message = f"a reward rule cannot be built: {type(error).__name__}: {error}"
         raise ConfigError(message, seen=request.path) from error
-    if hasattr(rule, "score_batch"):
+    if request.arguments:
         return rule.score_batch  # type: ignore[no-any-return]
     if not callable(getattr(rule, "score", None)):
         raise ConfigError("a reward rule has no method score", seen=request.path, allowed=ALLOWED)

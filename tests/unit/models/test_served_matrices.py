@@ -103,6 +103,52 @@ def test_small_matrices_and_other_dtypes_keep_the_form_of_torch() -> None:
     assert not {id(one) for one in others} & products._served.keys()
 
 
+def test_timing_draws_no_random_numbers_of_the_process() -> None:
+    before = torch.get_rng_state()
+    products.serve_matrices([numbers(OUTPUTS, INPUTS)])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("missing", "dtype"), [("onednn", torch.float32), ("bf16", torch.bfloat16)]
+)
+def test_without_onednn_a_matrix_is_served_in_the_other_forms(
+    missing: str, dtype: torch.dtype, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> torch.Tensor:
+        raise RuntimeError("this processor has no such product")
+
+    weight = numbers(OUTPUTS, INPUTS).to(dtype)
+    served("packed", weight, monkeypatch)  # the file may be that of a better processor
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parents[1]))
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: missing != "onednn")
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: missing != "bf16")
+    for form in ("onednn", "packed"):
+        monkeypatch.setitem(FORMS, form, refused)
+    products.serve_matrices([weight])
+    x = numbers(3, INPUTS, seed=1).to(dtype)
+    expected = functional.linear(x, weight)
+    torch.testing.assert_close(products.linear(x, weight), expected, rtol=1e-2, atol=0.5)
+
+
+def test_a_container_with_little_memory_gets_no_second_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[list[str]]()
+
+    def forms(same: list[torch.Tensor], usable: list[str]) -> list[str]:
+        asked.append(usable)
+        return ["linear"] * len(MEASURED_ROWS)
+
+    monkeypatch.setattr(products, "_GROUP_LIMIT", tmp_path / "memory.max")
+    monkeypatch.setattr(products, "_fastest_forms", forms)
+    for limit in ("max", f"{4 * OUTPUTS * INPUTS}"):
+        (tmp_path / "memory.max").write_text(limit)
+        products.serve_matrices([numbers(OUTPUTS, INPUTS)])
+    assert ["packed" in usable for usable in asked] == [True, False]
+
+
 @pytest.mark.parametrize("damage", [None, "", "[]", '{"m": 3}', '{"m": {"s": ["linear"]}}'])
 def test_choices_are_timed_once_and_a_damaged_file_is_no_choice(
     damage: str | None, cache: Path, monkeypatch: pytest.MonkeyPatch

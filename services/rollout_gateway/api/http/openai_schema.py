@@ -159,6 +159,7 @@ class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
     undeclared = beyond.COMPLETIONS
+    null_fields = frozenset({"max_tokens"})  # no limit
     prompt: Prompt
     # 0 with echo or prompt_logprobs: the prompt is scored and no token is generated.
     max_tokens: Annotated[int, Field(ge=0, lt=INT_LIMIT)] | None = 16

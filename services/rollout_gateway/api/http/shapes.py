@@ -60,6 +60,8 @@ class Shape(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, json_schema_extra=_publish)
     undeclared: ClassVar[beyond.Beyond] = beyond.Beyond()
     """Accepted undeclared fields of a body."""
+    null_fields: ClassVar[frozenset[str]] = frozenset()
+    """Fields in which null differs from the default."""
 
     @model_validator(mode="before")
     @classmethod
@@ -67,7 +69,8 @@ class Shape(BaseModel):
         """Null requests nothing: clients send it for fields that their users left open."""
         if not isinstance(value, dict):
             return value
-        return {name: one for name, one in value.items() if one is not None}
+        kept = cls.null_fields
+        return {name: one for name, one in value.items() if one is not None or name in kept}
 
 
 def by_type(default: str = "") -> Discriminator:

@@ -44,9 +44,7 @@ def row_dtype(row_bytes: int) -> np.dtype[Any]:
 
 
 class RowRing:
-    """A ring with one producer and one consumer; on the writing side it is the RowRing of an
-    engine.
-    """
+    """A ring with one producer, the engine, and one consumer. A write never waits."""
 
     def __init__(self, path: Path, buffer: mmap.mmap, handle: int | None = None) -> None:
         self.path = path

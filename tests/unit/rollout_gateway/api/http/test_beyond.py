@@ -178,6 +178,12 @@ def test_what_asks_for_nothing_is_taken(nothing: object) -> None:
     assert body.model_extra == {}
 
 
+def test_null_is_no_limit_of_a_completion_and_elsewhere_the_default() -> None:
+    body = parse(CompletionBody, {"prompt": "a", "max_tokens": None, "temperature": None})
+    assert (body.max_tokens, body.temperature) == (None, 1.0)
+    assert parse(CompletionBody, {"prompt": "a"}).max_tokens == 16
+
+
 def test_values_that_ask_for_what_happens_anyway_are_taken_in_silence() -> None:
     for values in (CHAT.neutral, COMPLETIONS.neutral):
         fields = {
