@@ -25,6 +25,10 @@ LIBRARIES = 1 << 30
 """Approximate bytes of CUDA and NCCL per process on a GPU."""
 LOGITS = 4
 """Concurrent arrays of logits during computation of log-probs and entropy."""
+PACKED_SHARE, PACKED_MATRIX = 8, 1 << 20
+"""Weights below this share of memory, with matrices of this many bytes, are held twice on a CPU:
+models/products.py.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,7 @@ def check_memory(found: Mapping[str, Any], ranks: int, gpus: Sequence[int]) -> s
     if on_gpus and drafter.device == "cuda":
         apart = found["coordinator"].learner_slots
         return check_gpus([[engine, trainer], [learner]] if apart else [plans], min(gpus))
-    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    ram = _memory()
     needed = sum(one.devices * one.total for one in plans)
     verdict = "memory may run short" if needed > ram else "memory"
     sizes = f"{format_size(needed)} of {format_size(ram)}"
@@ -184,7 +188,15 @@ def engine_plan(model: ModelConfig, gateway: Any, gpu: int) -> ServicePlan:
         drafter=embedded and gateway.drafter != OFF,
         matrix_item=1 if engine.profile else 0,  # every profile has eight bits
     )
+    matrix = ITEM[engine.dtype] * model.hidden_size * model.intermediate_size
+    small = parts["weights"] < _memory() // PACKED_SHARE
+    if embedded and small and not engine.profile and matrix >= PACKED_MATRIX:
+        parts["packed weights"] = parts["weights"]
     return ServicePlan("gateway", gateway.worker_count, parts)
+
+
+def _memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def sglang_plan(model: ModelConfig, gateway: Any, gpu: int) -> ServicePlan:
