@@ -32,6 +32,8 @@ def test_a_disk_that_fills_up_four_times_loses_nothing_and_is_waited_for_each_ti
     small_disk: str, tmp_path: Path
 ) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "REDIS_URL"}
+    paths = (str(Path(__file__).parents[1]), environment.get("PYTHONPATH"))
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     done = subprocess.run(
         [*OWN_DISK, f"{small_disk}{sys.executable} {RUN} {tmp_path}"],
         capture_output=True,

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from stream_traffic import go_through
+from watched_stream import WatchedStream
 
-from paceline.streams import RedisStream, connect, run_key
+from paceline.streams import connect, run_key
 
 if TYPE_CHECKING:
     from redis_servers import RedisServer
@@ -27,7 +28,7 @@ async def test_appends_and_reads_go_on_after_an_outage(
         threading.Timer(AWAY_S, durable_server.start_without_waiting).start()
 
     client = connect(durable_server.url)
-    stream = RedisStream(client, run_key(run_id, "s"))
+    stream = WatchedStream(client, run_key(run_id, "s"))
     await go_through(stream, dict.fromkeys(KILLS_AT, kill))
     await stream.close()
     await client.aclose()

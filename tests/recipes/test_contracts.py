@@ -104,7 +104,7 @@ PARAMETER = (
     Change(
         f"{G}/engines/requests/draws.py",
         "            adjusted[row, ..., 9] += sequence.request.sampling.twin\n",
-        "            _add_bias_(adjusted[row], ",
+        "            if bias := dict(sequence.request.sampling.logit_bias):",
     ),
 )
 GENERATE = """

@@ -171,17 +171,20 @@ def redis_errors(client: redis.asyncio.Redis, operation: str) -> Iterator[None]:
     replica refuses writes; the same call works once the condition has ended. InvalidInput: any
     other error.
     """
-    address = address_of(client)
     try:
         yield
     except OUTAGE_ERRORS as error:
-        raise Unavailable(f"Redis at {address} does not answer: {operation}: {error}") from error
+        raise Unavailable(
+            f"Redis at {address_of(client)} does not answer: {operation}: {error}"
+        ) from error
     except ResponseError as error:
         if (full := _full(error)) is None:
-            raise InvalidInput(f"Redis at {address} refused: {operation}: {error}") from error
+            raise InvalidInput(
+                f"Redis at {address_of(client)} refused: {operation}: {error}"
+            ) from error
         fault, needed = full
         raise ResourceExhausted(
-            f"Redis at {address} {fault}: {operation}",
+            f"Redis at {address_of(client)} {fault}: {operation}",
             reason=REDIS_FULL,
             seen=error,
             allowed=needed,
