@@ -197,7 +197,7 @@ class RunningSequence:
             return
         counts["drafted_rounds"] += 1
         counts["drafted_round_tokens"] += taken
-        counts["accepted_tokens"] += taken - 1
+        counts["accepted_tokens"] += max(taken - 1, 0)  # 0 if the row ended before the round
         counts["trained_rounds"] += trained
         counts["trained_round_tokens"] += taken * trained
         self.arm_rounds[arm] += 1

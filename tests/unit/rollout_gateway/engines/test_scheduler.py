@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from paceline.messages import stats_to_proto
 from paceline.services.rollout_gateway.engines.embedded.prefill import Scheduler
 from paceline.services.rollout_gateway.engines.nouns import Request
 from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
@@ -64,3 +65,11 @@ def test_a_prompt_longer_than_the_budget_is_cached_in_pieces() -> None:
         scheduler.running[0].cached += plan[0][1]
     assert pieces == [8, 8, 4]
     assert scheduler.ready() == [0]
+
+
+def test_a_drafted_round_whose_tokens_all_fall_behind_the_end_accepts_none() -> None:
+    one = sequence(0)
+    one.count("eagle:3_1_4", drafted=3, taken=0)
+    assert one.speculation.accepted_tokens == 0
+    assert one.speculation.drafted_tokens == 3
+    stats_to_proto(one.speculation)
