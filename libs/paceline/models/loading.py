@@ -268,8 +268,9 @@ def _check_finite(name: str, tensor: Tensor, dtype: torch.dtype | None) -> None:
     # Both are NaN if any number is; checking each number would take three copies of the tensor.
     if not all(torch.isfinite(one.to(dtype)) for one in torch.aminmax(tensor)):
         wrong = tensor[~torch.isfinite(tensor.to(dtype))]
+        where = f" in {str(dtype).removeprefix('torch.')}" if dtype else ""
         raise WeightsError(
-            f"tensor {name} holds {len(wrong)} numbers that are not finite",
+            f"tensor {name} holds {len(wrong)} numbers that are not finite{where}",
             seen=float(wrong[0]),
             allowed="finite",
         )
