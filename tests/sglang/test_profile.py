@@ -172,7 +172,9 @@ async def test_a_set_of_another_profile_or_of_none_is_refused_by_name(served: An
     assert await all_said(served) != before
 
 
-async def test_numbers_that_are_infinite_in_the_engines_dtype_are_refused_at_the_push(served: Any) -> None:
+async def test_numbers_that_are_infinite_in_the_engines_dtype_are_refused_at_the_push(
+    served: Any,
+) -> None:
     before = await all_said(served)
     overflowing = demo_tensors("policy_trained")
     name = "model.layers.1.mlp.down_proj.weight"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
+from random_models import save_random
 
 from benchmarks import products
-from benchmarks.products import NEVER_SLOWER, measured
+from benchmarks.products import NEVER_SLOWER, SHAPES, decoding_rounds, measured
 
 
 @pytest.mark.parametrize("trains", [False, True], ids=["forward", "with gradients"])
@@ -18,3 +22,13 @@ def test_both_sides_multiply_and_are_timed_in_pairs(
     assert min(float(str(row[side])) for side in ("GFLOP/s", "torch's GFLOP/s")) > 0
     assert goal.goal == NEVER_SLOWER
     assert str(row["ratio"]) in goal.name
+
+
+def test_rounds_of_a_model_are_timed_in_the_measured_forms_and_in_torchs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    save_random(tmp_path, "llama", hidden_size=512, intermediate_size=1024, num_hidden_layers=1)
+    result = decoding_rounds(tmp_path, torch.float32, pairs=2)
+    assert [(row["batch"], row["tokens each"]) for row in result.rows] == list(SHAPES)
+    assert (tmp_path / "cache" / "paceline" / "products.json").is_file()

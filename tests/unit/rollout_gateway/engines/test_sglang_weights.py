@@ -130,7 +130,11 @@ def test_a_number_that_is_not_finite_is_seen_by_the_rank_that_looks_at_it_and_re
         told.append(value)
         return told if len(told) == 2 else [value, told_by_the_other]
 
-    told_by_the_other = (f"tensor {second} holds 1 numbers that are not finite in float32", "inf", "finite")
+    told_by_the_other = (
+        f"tensor {second} holds 1 numbers that are not finite in float32",
+        "inf",
+        "finite",
+    )
     monkeypatch.setattr(plugin_weights, "from_all_ranks", all_ranks)
     for rank in range(2):
         with pytest.raises(WeightsError, match=rf"{second} holds 1 numbers.*seen: inf"):
