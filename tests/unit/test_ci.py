@@ -110,7 +110,7 @@ PLAIN = {
     "libs/paceline/v1/a.py": "# what the generator says stands as it came\n",
     "docs/a.md": "A gateway sends rows ([ADR 1](adr/0001-one-process.md)). `what who says`\n",
     "docs/settings.md": "| `a` | `integer` |\n| `b` | `float` |\n",
-    "docs/b.md": "See [figures](results/2026-11-26-products.md).\n",
+    "docs/b.md": "See [figures](results/2026-11-30-products.md).\n",
     "CHANGELOG.md": "- What one that says so stands for.\n",
     RECORD: "# One process\n",
 }
