@@ -4,11 +4,11 @@ The estimate includes weights, gradients, Adam's two moments, keys and values, a
 for backward. Model sizes are from config.json.
 """
 
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from paceline import processor
 from paceline.arm_names import OFF
 from paceline.errors import ConfigError, PacelineError
 from paceline.models.config import ModelConfig, read_config
@@ -25,10 +25,6 @@ LIBRARIES = 1 << 30
 """Approximate bytes of CUDA and NCCL per process on a GPU."""
 LOGITS = 4
 """Concurrent arrays of logits during computation of log-probs and entropy."""
-PACKED_SHARE, PACKED_MATRIX = 8, 1 << 20
-"""Weights below this share of memory, with matrices of this many bytes, are held twice on a CPU:
-models/products.py.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +71,7 @@ def check_memory(found: Mapping[str, Any], ranks: int, gpus: Sequence[int]) -> s
     if on_gpus and drafter.device == "cuda":
         apart = found["coordinator"].learner_slots
         return check_gpus([[engine, trainer], [learner]] if apart else [plans], min(gpus))
-    ram = _memory()
+    ram = processor.memory_bytes()
     needed = sum(one.devices * one.total for one in plans)
     verdict = "memory may run short" if needed > ram else "memory"
     sizes = f"{format_size(needed)} of {format_size(ram)}"
@@ -189,14 +185,10 @@ def engine_plan(model: ModelConfig, gateway: Any, gpu: int) -> ServicePlan:
         matrix_item=1 if engine.profile else 0,  # every profile has eight bits
     )
     matrix = ITEM[engine.dtype] * model.hidden_size * model.intermediate_size
-    small = parts["weights"] < _memory() // PACKED_SHARE
-    if embedded and small and not engine.profile and matrix >= PACKED_MATRIX:
+    small = parts["weights"] < processor.memory_bytes() // processor.PACKED_SHARE
+    if embedded and small and not engine.profile and matrix >= processor.FEWEST_BYTES:
         parts["packed weights"] = parts["weights"]
     return ServicePlan("gateway", gateway.worker_count, parts)
-
-
-def _memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def sglang_plan(model: ModelConfig, gateway: Any, gpu: int) -> ServicePlan:

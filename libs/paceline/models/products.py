@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from paceline import processor
 from paceline.errors import ResourceExhausted
-from paceline.processor import processor_field
 from paceline.whole_files import write_whole
 
 FEWEST_ROWS = 32
@@ -46,7 +46,7 @@ worth a kernel.
 
 def _quicker() -> bool:
     wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    mkl_is_held_back = processor_field("vendor_id") not in ("", "GenuineIntel")
+    mkl_is_held_back = processor.processor_field("vendor_id") not in ("", "GenuineIntel")
     return torch.backends.mkldnn.is_available() and wide and mkl_is_held_back
 
 
@@ -58,17 +58,11 @@ MOST_ROWS = 64
 """Largest number of rows for a measured form."""
 MEASURED_ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, MOST_ROWS)
 """Numbers of rows that are timed; a number between two takes the form of the larger."""
-FEWEST_BYTES = 1 << 20
-"""Smallest matrix with a measured form; smaller ones are read from the caches."""
 _TIMED_BYTES = 48 << 20
 """Weights read per timing, more than the caches of a core hold."""
 _TIMINGS = 4
 _MARGIN = 1.1
 """Factor by which a form must be faster than `linear` to replace it."""
-_MEMORY_SHARE = 8
-"""Weights are packed only if they are smaller than the memory divided by this."""
-_GROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-"""Limit of the container's memory in bytes, or "max"."""
 
 
 def spare_rows(x: Tensor) -> int:
@@ -239,17 +233,17 @@ def _served_matrix(x: Tensor, weight: Tensor) -> ServedMatrix | None:
 def serve_matrices(weights: Iterable[Tensor]) -> None:
     """Uses the fastest form for these matrices [N, K] while they exist: `linear`, `added`.
 
-    Matrices below FEWEST_BYTES, of other dtypes or on other devices are skipped. Times the forms at
-    the first use of a shape on this machine.
+    Matrices below processor.FEWEST_BYTES, of other dtypes or on other devices are skipped. Times
+    the forms at the first use of a shape on this machine.
     """
     groups: dict[tuple[torch.dtype, tuple[int, ...]], list[Tensor]] = {}
     for weight in {id(one): one for one in weights}.values():
         wanted = weight.dtype in (torch.float32, torch.bfloat16) and weight.device.type == "cpu"
-        if wanted and weight.is_contiguous() and weight.nbytes >= FEWEST_BYTES:
+        if wanted and weight.is_contiguous() and weight.nbytes >= processor.FEWEST_BYTES:
             groups.setdefault((weight.dtype, tuple(weight.shape)), []).append(weight)
     known = _read_choices() if groups else {}
     sizes = sum(one.nbytes for same in groups.values() for one in same)
-    small = sizes < _memory_bytes() / _MEMORY_SHARE
+    small = sizes < processor.memory_bytes() / processor.PACKED_SHARE
     machine = known.setdefault(_machine(), {})
     for (dtype, shape), same in groups.items():
         # Choices without a copy are kept beside those with one.
@@ -274,14 +268,6 @@ def renew_copy(weight: Tensor) -> int:
         return 0
     served.copy = None
     return weight.numel() * weight.element_size()
-
-
-def _memory_bytes() -> int:
-    """Memory of the machine, or the limit of the container if that is smaller."""
-    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with suppress(OSError, ValueError):  # no limit, or "max"
-        return min(found, int(_GROUP_LIMIT.read_text(encoding="ascii")))
-    return found
 
 
 def _computable_forms(dtype: torch.dtype) -> Sequence[str]:
@@ -312,7 +298,7 @@ def _fastest_forms(same: Sequence[Tensor], usable: Sequence[str]) -> list[str]:
 
 
 def _machine() -> str:
-    name = processor_field("model name") or "unknown processor"
+    name = processor.processor_field("model name") or "unknown processor"
     return f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}"
 
 

@@ -153,7 +153,7 @@ def test_modules_keep_their_parameters_and_multiply_by_them(
 def test_onednn_is_asked_where_mkl_is_held_back(
     vendor: str, capability: str, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "processor_field", {"vendor_id": vendor}.__getitem__)
+    monkeypatch.setattr(products.processor, "processor_field", {"vendor_id": vendor}.__getitem__)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     assert products._quicker() is asked

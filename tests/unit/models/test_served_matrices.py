@@ -141,7 +141,7 @@ def test_a_container_with_little_memory_gets_no_second_copy(
         asked.append(usable)
         return ["linear"] * len(MEASURED_ROWS)
 
-    monkeypatch.setattr(products, "_GROUP_LIMIT", tmp_path / "memory.max")
+    monkeypatch.setattr(products.processor, "GROUP_LIMIT", tmp_path / "memory.max")
     monkeypatch.setattr(products, "_fastest_forms", forms)
     for limit in ("max", f"{4 * OUTPUTS * INPUTS}"):
         (tmp_path / "memory.max").write_text(limit)

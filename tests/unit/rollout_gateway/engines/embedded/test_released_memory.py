@@ -13,6 +13,7 @@ import pytest
 from live_memory import live_bytes, resident_bytes
 from random_models import save_random
 
+from paceline import processor
 from paceline.errors import FailedPrecondition, InvalidInput
 from paceline.models import products
 from paceline.services.rollout_gateway.engines.base import Engine
@@ -48,7 +49,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     """No matrix has a packed copy, which comes with the first product that reads it."""
-    monkeypatch.setattr(products, "_MEMORY_SHARE", 10**9)
+    monkeypatch.setattr(processor, "PACKED_SHARE", 10**9)
 
 
 def build(model_dir: Path, **settings: object) -> Engine:
