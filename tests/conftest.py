@@ -9,6 +9,7 @@ import signal
 import subprocess
 import uuid
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,16 @@ UMASK = os.umask(0o022)
 os.umask(UMASK)
 
 gc.disable()  # finds no garbage while test modules import torch and transformers, and costs time
+
+
+SGLANG_MODELS = ("dflash", "llama", "llama_eagle", "llama_eagle3", "qwen2", "qwen3", "qwen3_moe")
+"""Modules of SGLang with the models that tests serve. SGLang imports all of its 240 at each start,
+which costs 1.7 s of CPU time.
+"""
+if (sglang := find_spec("sglang")) and sglang.submodule_search_locations:
+    models = Path(sglang.submodule_search_locations[0], "srt/models").glob("*.py")
+    others = sorted({path.stem for path in models} - {*SGLANG_MODELS})
+    os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(others))
 
 
 def pytest_collection_finish() -> None:

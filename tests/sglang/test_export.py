@@ -45,7 +45,6 @@ LEARNING = {
     "lr": 6e-3,
     "warmup-steps": 5,
 }
-VOCABULARIES = {"all tokens": 0, "12 tokens": 12}
 TRAINED = 1.4
 """Tokens per round that no untrained drafter reaches."""
 
@@ -239,9 +238,9 @@ def test_max_position_embeddings_is_the_targets_whatever_the_native_checkpoint_s
 
 
 @pytest.fixture(scope="module")
-def eagle3(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders with a `native` checkpoint each; the real command trains it on the policy's own
-    answers.
+def eagle3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with a `native` checkpoint of 12 tokens, other than the first 12; the real command
+    trains it on the policy's own answers.
     """
     folder = tmp_path_factory.mktemp("eagle3")
     tasks = questions("tasks_train.jsonl", CONVERSATIONS)
@@ -256,36 +255,31 @@ def eagle3(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                 "loss_mask": [0] * len(task) + [1] * len(tokens),
             }
             file.write(json.dumps(record) + "\n")
-    processes = [learn(folder, name, size) for name, size in VOCABULARIES.items()]
-    told = [process.communicate(timeout=patient(150))[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], told
-    for name in VOCABULARIES:
-        (folder / name / "checkpoint" / "speculator").rename(folder / name / "native")
-    return {name: folder / name for name in VOCABULARIES}
-
-
-def learn(folder: Path, name: str, draft_vocab_size: int) -> subprocess.Popen[str]:
     paths = {
         "data": folder / "data.jsonl",
         "model": POLICY,
-        "out": folder / name,
+        "out": folder / "learned",
         "speculator": "eagle3",
     }
     settings = paths | LEARNING | {"heldout-share": 0.02}
-    options = [f"draft_vocab_size={draft_vocab_size}", "ttt_steps=3"]
-    return subprocess.Popen(
+    options = ["draft_vocab_size=12", "ttt_steps=3"]
+    done = subprocess.run(
         [sys.executable, "-m", "paceline.services.drafter_trainer.offline"]
         + [part for key, value in settings.items() for part in (f"--{key}", str(value))]
         + [part for option in options for part in ("--options", option)],
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
+        timeout=patient(150),
+        check=False,
     )
+    assert done.returncode == 0, done.stderr
+    (folder / "learned" / "checkpoint" / "speculator").rename(folder / "native")
+    return folder
 
 
 @pytest.fixture(scope="module")
-def narrow(eagle3: dict[str, Path]) -> Iterator[Pair]:
-    """A drafter with 12 tokens other than the first 12."""
-    yield from pair(eagle3["12 tokens"], "eagle3:3_1_4", "eagle3:2_2_5")
+def narrow(eagle3: Path) -> Iterator[Pair]:
+    yield from pair(eagle3, "eagle3:3_1_4", "eagle3:2_2_5")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -301,22 +295,20 @@ def test_an_exported_eagle3_of_few_tokens_accepts_in_each_round_what_the_native_
     assert accept_length(rounds) > TRAINED
 
 
-def test_an_exported_eagle3_of_all_tokens_accepts_in_the_unpatched_sglang_what_the_native_one_does(
-    eagle3: dict[str, Path], prompts: list[list[int]]
+def test_an_exported_eagle3_accepts_in_the_unpatched_sglang_what_the_native_one_does(
+    narrow: Pair, prompts: list[list[int]]
 ) -> None:
-    folder = eagle3["all tokens"]
     chain = {"num_steps": 3, "eagle_topk": 1, "num_draft_tokens": 4}
-    drafter = exported(folder / "native", folder / "exported")
     report = stock(
         {
             "model_path": str(POLICY),
             "speculative_algorithm": "EAGLE3",
-            "speculative_draft_model_path": str(drafter),
+            "speculative_draft_model_path": str(narrow.native.parent / "exported"),
             **{f"speculative_{name}": value for name, value in chain.items()},
         },
         prompts,
         NEW_TOKENS,
     )
-    own = own_rounds(folder / "native", "eagle3:3_1_4", prompts, report["tokens"], 0.0)
+    own = own_rounds(narrow.native, "eagle3:3_1_4", prompts, report["tokens"], 0.0)
     assert report["rounds"] == [len(rounds) for rounds in own]
     assert accept_length(own) > TRAINED

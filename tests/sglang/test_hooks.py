@@ -14,7 +14,11 @@ from paceline.services.rollout_gateway.engines.sglang.hook_points import HOOK_PO
 from paceline.services.rollout_gateway.engines.sglang.host import check_installed
 
 pytestmark = pytest.mark.sglang
-UNAPPLIED = """
+SCRIPT = """
+import inspect, pkgutil
+from importlib import import_module
+from paceline.services.rollout_gateway.engines.sglang import plugin
+from paceline.services.rollout_gateway.engines.sglang.hook_points import HOOK_POINTS
 from paceline.services.rollout_gateway.engines.sglang.plugin import check_hooks
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 there, gone = "json.dumps", "json.no_such_function"
@@ -26,12 +30,6 @@ try:
     check_hooks([there, gone])
 except Exception as error:
     print(type(error).__name__, error)
-"""
-BINDINGS = """
-import inspect, pkgutil
-from importlib import import_module
-from paceline.services.rollout_gateway.engines.sglang import plugin
-from paceline.services.rollout_gateway.engines.sglang.hook_points import HOOK_POINTS
 
 BEFORE = {"BEFORE": ["plugin"], "AROUND": ["plugin", "original"], "AFTER": ["plugin", None]}
 for point in HOOK_POINTS:
@@ -44,11 +42,13 @@ for point in HOOK_POINTS:
 """
 
 
-def run(script: str) -> list[str]:
+@pytest.fixture(scope="module")
+def lines() -> list[str]:
+    """Output of one process that has imported SGLang: the error, then the hooks that bind."""
     environment = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join((str(CPU_KERNELS), *sys.path))
     done = subprocess.run(
-        [sys.executable, "-c", script],
+        [sys.executable, "-c", SCRIPT],
         capture_output=True,
         text=True,
         timeout=patient(120),
@@ -58,13 +58,13 @@ def run(script: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_hooks_that_did_not_apply_are_named() -> None:
-    [first] = run(UNAPPLIED)
+def test_hooks_that_did_not_apply_are_named(lines: list[str]) -> None:
+    first, *_ = lines
     assert first.startswith("InternalError")
     assert "json.no_such_function" in first
     assert "json.dumps" not in first
 
 
-def test_every_hook_takes_the_parameters_of_its_function() -> None:
+def test_every_hook_takes_the_parameters_of_its_function(lines: list[str]) -> None:
     assert check_installed() == RELEASE
-    assert run(BINDINGS) == [point.hook for point in HOOK_POINTS]
+    assert lines[1:] == [point.hook for point in HOOK_POINTS]

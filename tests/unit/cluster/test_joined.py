@@ -10,9 +10,10 @@ from ray_nodes import WITH_RAY
 
 from paceline.cli.command import Launcher
 from paceline.cluster import joined
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PacelineError
 
 HEAD = "203.0.113.7:6379"
+REALLY_REACHED = joined._reached
 
 
 async def reached(address: str) -> None:
@@ -53,6 +54,21 @@ async def test_a_cluster_that_lets_everybody_in_is_not_joined(
     with pytest.raises(ConfigError, match=lacking):
         async with joined.joined(HEAD):
             pass
+
+
+@pytest.mark.parametrize(
+    ("address", "refusal"),
+    [
+        ("ray://127.0.0.1:1", "Ray's client is not used"),
+        ("nowhere", "--address is not an address"),
+        ("127.0.0.1:1", "no Ray cluster answers"),
+    ],
+)
+async def test_an_address_where_no_cluster_can_be_is_refused_by_its_name(
+    address: str, refusal: str
+) -> None:
+    with pytest.raises(PacelineError, match=refusal):
+        await REALLY_REACHED(address)
 
 
 def test_an_address_without_a_cluster_is_refused() -> None:
