@@ -21,8 +21,16 @@ HARVESTED, STEPS = "eagle", 8
 """The kind that learns in idle time alone, and its steps. Each step leaves it five optimiser steps
 on a busy machine.
 """
-SERIAL = (4, "coordinator.drafter_schedule=serial", "coordinator.max_drafter_steps=60")
-"""Steps of the other kinds, and settings that give equal learning per step on any machine."""
+SERIAL = (
+    4,
+    "coordinator.drafter_schedule=serial",
+    "coordinator.max_drafter_steps=60",
+    "coordinator.prompts_per_step=4",
+    "gateway.features.share=1.0",
+)
+"""Steps of the other kinds, and settings that give equal learning per step on any machine: the
+rows of half the prompts are as many as they learn from.
+"""
 TRAINED = [kind for kind in SPECULATORS.values() if kind.trained]
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -53,14 +53,17 @@ def finished(out: Path, within: tuple[str, ...] = ()) -> Path:
     return run
 
 
-@pytest.mark.parametrize("spell", [str.lower, str.upper], ids=["lower", "upper"])
-def test_a_run_goes_on_as_ever_where_dead_proxies_are_set(
-    spell: type[str.lower], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def set_dead_proxies(patch: pytest.MonkeyPatch, spell: Callable[[str], str]) -> None:
     for name in PROXIES:
-        monkeypatch.setenv(spell(name), "http://127.0.0.1:9")
+        patch.setenv(spell(name), "http://127.0.0.1:9")
     for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
-        monkeypatch.delenv(name, raising=False)
+        patch.delenv(name, raising=False)
+
+
+def test_a_run_goes_on_as_ever_where_dead_proxies_are_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_dead_proxies(monkeypatch, str.lower)
     finished(tmp_path)
 
 
@@ -73,9 +76,11 @@ def deep() -> Iterator[Path]:
         yield path
 
 
-def test_a_run_in_a_deep_folder_goes_on_under_a_tmpdir_of_120_characters(
+def test_a_run_in_a_deep_folder_goes_on_with_dead_proxies_in_capital_letters(
     deep: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The folder is TMPDIR too, a path of 120 characters."""
+    set_dead_proxies(monkeypatch, str.upper)
     monkeypatch.setenv("TMPDIR", str(deep))
     finished(deep / "runs")
 

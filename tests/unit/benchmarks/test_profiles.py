@@ -42,18 +42,6 @@ def test_every_profile_has_a_row_beside_the_engine_without_one(
     assert all(float(str(row["gap"])) > 100 * float(str(plain["gap"])) for row in others)
 
 
-@pytest.mark.slow
-@pytest.mark.sglang
-@pytest.mark.timeout(600)
-def test_sglangs_profile_has_a_row_beside_sglang_without_one() -> None:
-    plain, rounded = measured("sglang").rows
-    assert (plain["engine"], plain["profile"]) == ("sglang", "bfloat16")
-    assert (rounded["engine"], rounded["profile"]) == ("sglang", "int8_w8a8")
-    assert plain["speed"] == "1.000 [1.000, 1.000]"
-    assert 0 < float(str(plain["gap"])) < 0.05
-    assert 0 < float(str(rounded["gap"])) < 0.2
-
-
 def test_an_engine_that_has_no_profiles_is_refused_by_name() -> None:
     with pytest.raises(InvalidInput, match="seen: vllm; allowed: embedded, sglang"):
         measured("embedded,vllm")
