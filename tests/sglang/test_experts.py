@@ -1,15 +1,21 @@
 """A model with experts divided over the ranks of one worker: its tokens equal the tokens of
-transformers, and every rank takes a version set in the same round.
+transformers, and every rank takes a version set in the same round. No other user reaches the
+worker, and a killed worker leaves no file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
+from listening import beyond_loopback, open_doors
 from prompt_oracle import assert_scores_are
 from random_models import save_random
 from safetensors.torch import save_file
@@ -17,6 +23,8 @@ from sglang_served import Served, greedy, said
 from transformers import PreTrainedModel
 
 from paceline.errors import WeightsError
+from paceline.local.patience import patient
+from paceline.local.user_directory import locked_directory
 from paceline.models.loading import read_tensors
 from paceline.services.rollout_gateway.engines.nouns import Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
@@ -24,6 +32,7 @@ from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+SHARED_MEMORY = Path("/dev/shm")
 PROMPTS = [[3, 4, 5, 6, 7, 8], [9, 10, 9, 10, 9], [5]]
 NEW_TOKENS = 24
 
@@ -40,8 +49,17 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PreTrainedMo
 
 
 @pytest.fixture(scope="module")
+def temporary() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
 def served(
-    policies: dict[str, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory
+    policies: dict[str, PreTrainedModel],
+    temporary: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Served]:
     """Two ranks with four experts per layer each."""
     one = Served(
@@ -125,3 +143,44 @@ def prepare(served: Served, version: int, policy: str) -> None:
             target=pb.WEIGHT_TARGET_POLICY, version=version, path=policy
         )
     )
+
+
+def mapped_memory(processes: list[int]) -> set[Path]:
+    """Named shared memory that the processes have mapped, without memory of parallel tests."""
+    mapped = ""
+    for pid in processes:
+        with contextlib.suppress(OSError):  # it has ended
+            mapped += Path(f"/proc/{pid}/maps").read_text()
+    return {path for path in SHARED_MEMORY.iterdir() if str(path) in mapped}
+
+
+def test_its_two_ranks_listen_on_loopback_alone_and_what_they_leave_is_swept(
+    served: Served, temporary: Path
+) -> None:
+    """The last test of the file, for it kills the worker."""
+    family = [served.client.process.pid]
+    family += [one.pid for one in psutil.Process(family[0]).children(recursive=True)]
+    inet, unix = open_doors(psutil.Process(pid) for pid in family)
+    assert beyond_loopback(inet) == []
+    assert inet  # gloo between the two ranks
+    assert {path for path in unix if not Path(path).is_relative_to(temporary)} == set()
+    assert list(temporary.rglob("store")) != []
+    until = time.monotonic() + patient(20)
+    while not list(temporary.rglob("elsewhere/*")):  # SGLang's host learns of its end last
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    memory = mapped_memory(family)
+    assert memory != set()
+
+    processes = [psutil.Process(pid) for pid in family]
+    for process in processes:
+        process.kill()
+    served.client.process.wait()
+    psutil.wait_procs(processes, timeout=patient(10))
+    served.client.close()
+    assert list(temporary.rglob("store")) != []
+    assert {path for path in memory if path.exists()} != set()
+    own = locked_directory(temporary / next(iter(temporary.iterdir())) / "live")
+    user = own.parent.parent
+    assert {*temporary.rglob("*")} == {user, user / "ports", own.parent, own}
+    assert {path for path in memory if path.exists()} == set()
