@@ -2,7 +2,7 @@
 
 It times products of activations alone, as in an engine, and with gradients, as in a trainer's step.
 With --model it times whole decoding rounds of a model, in the forms measured for its matrices and
-in torch's form.
+in torch's form, and the engine's prefills and rounds.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from benchmarks.prefills import engine_times
 from benchmarks.result import BenchResult, Goal, Row, paired_ratio, ratio_goal
 from paceline.models import decoder, products
 from paceline.models.cache import StaticCache
@@ -40,7 +42,7 @@ Product = Callable[[Tensor, Tensor], Tensor]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this bench."""
     parser.add_argument("--pairs", type=int, default=15, help="timings of either side")
-    parser.add_argument("--model", type=Path, help="times a model's decoding rounds instead")
+    parser.add_argument("--model", type=Path, help="times a model's prefills and rounds instead")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
 
@@ -49,7 +51,9 @@ async def run(options: argparse.Namespace) -> BenchResult:
     """Times every number of rows, forward and with gradients, or the rounds of a model."""
     torch.set_num_threads(options.threads)
     if options.model is not None:
-        return decoding_rounds(options.model, DTYPES[options.dtype], options.pairs)
+        rounds = decoding_rounds(options.model, DTYPES[options.dtype], options.pairs)
+        rows, goals = engine_times(options.model, options.dtype, options.pairs)
+        return replace(rounds, rows=[*rounds.rows, *rows], goals=[*rounds.goals, *goals])
     rows, goals = list[Row](), list[Goal]()
     for trains in (False, True):
         for count in ROWS:

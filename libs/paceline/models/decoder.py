@@ -280,7 +280,7 @@ def rotate_heads(heads: Tensor, norm: Tensor | None, rotation: Tensor, eps: floa
         return
     turned = heads if norm is None else functional.rms_norm(heads, (dim,), None, eps) * norm
     pairs = torch.view_as_complex(turned.float().unflatten(-1, (-1, 2)).contiguous())
-    heads.copy_(torch.view_as_real(pairs * rotation).flatten(-2))
+    heads.copy_(torch.view_as_real(pairs.mul_(rotation)).flatten(-2))
 
 
 def attend(
@@ -299,18 +299,11 @@ def attend(
         queries = queries.index_select(0, block.padding)
     # The query heads of one KV head are extra queries, so keys and values are not copied per query
     # head.
-    grouped = (
-        queries.view(batch, tokens, kv, group, dim)
-        .transpose(1, 2)
-        .reshape(batch, kv, tokens * group, dim)
-    )
+    grouped = queries.view(batch, tokens, kv, group, dim).transpose(1, 2)
+    grouped = grouped.reshape(batch, kv, tokens * group, dim)
     out = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=block.mask)
-    out = (
-        out.view(batch, kv, tokens, group, dim)
-        .transpose(1, 2)
-        .reshape(batch * tokens, config.num_heads * dim)
-    )
-    return _computed(out, block.kept)
+    out = out.view(batch, kv, tokens, group, dim).transpose(1, 2)
+    return _computed(out.reshape(batch * tokens, kv * group * dim), block.kept)
 
 
 def forward_hidden(
@@ -319,13 +312,15 @@ def forward_hidden(
     token_ids: Tensor,
     block: Block,
     inner: tuple[int, ...] = (),
+    *,
+    cache_only: bool = False,
 ) -> Tensor:
     """Hidden states: inputs of the layers `inner`, before any norm, then the last state after the
     final norm.
 
     token_ids int64 [N] or [B, Q] at the block's positions; the cache is written in place. inner:
     ascending, below the number of layers. Returns [N, (len(inner) + 1) H]; without inner states
-    nothing is copied.
+    nothing is copied. cache_only: writes the cache alone and returns no row.
     """
     config = weights.config
     x = functional.embedding(token_ids.reshape(-1), weights.embed)
@@ -334,6 +329,10 @@ def forward_hidden(
         x = functional.pad(x, (0, 0, 0, spare))
     states: list[Tensor] = []
     for index, layer in enumerate(weights.layers):
+        if cache_only and layer is weights.layers[-1]:
+            qkv = project_inputs(layer, x, config.rms_norm_eps)[:count]
+            store(config, layer, qkv, cache, index, block.rotation, block.cells)
+            return x[:0]
         if index in inner:
             states.append(x[:count])
         x = layer_forward(config, layer, x, cache, index, block)

@@ -77,6 +77,21 @@ def test_logits_and_hidden_states_equal_transformers(
     torch.testing.assert_close(head_logits(weights, hidden), expected.logits, atol=1e-5, rtol=0)
 
 
+def test_a_forward_for_the_cache_alone_writes_the_same_cells(tmp_path: Path) -> None:
+    save_random(tmp_path, "llama")
+    weights = load_model(tmp_path, dtype=torch.float32)
+    ids = torch.randint(0, 97, (2, 30), generator=torch.Generator().manual_seed(1))
+    caches = [cache_for(weights), cache_for(weights)]
+    positions = torch.arange(30).expand(2, -1)
+    with torch.inference_mode():
+        for cache, only in zip(caches, (False, True), strict=True):
+            block = make_block(weights.config, weights.rotation, cache, slice(0, 2), positions, 30)
+            states = forward_hidden(weights, cache, ids, block, (1,), cache_only=only)
+            assert len(states) == 60 * (not only)
+    assert caches[0].data.any()
+    assert torch.equal(caches[0].data, caches[1].data)
+
+
 def test_head_norms_of_a_model_with_one_kv_head_are_served(tmp_path: Path) -> None:
     model = save_random(tmp_path, "qwen3", num_key_value_heads=1)
     weights = load_model(tmp_path, dtype=torch.float32)

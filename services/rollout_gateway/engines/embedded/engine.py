@@ -284,7 +284,7 @@ class EmbeddedEngine:
         capabilities = {
             nouns.Capability.PENALTIES: True,
             nouns.Capability.PROMPT_LOGPROBS: True,
-            nouns.Capability.CAPTURE: self._store.captures,
+            nouns.Capability.CAPTURE: self._store.sink is not None,
             nouns.Capability.DRAFTER_UPDATE: self._speculation.drafters.trainable,
             nouns.Capability.JSON_SCHEMA: self._grammars.possible,
             nouns.Capability.GRAMMARS: self._grammars.possible,

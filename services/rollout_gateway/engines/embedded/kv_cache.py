@@ -50,7 +50,7 @@ class SlotStore:
         """inner: layers with their input before the last state in a row. sink: receives hidden rows
         in row_dtype.
         """
-        self._sink, self._row_dtype = sink, row_dtype
+        self.sink, self._row_dtype = sink, row_dtype
         self.rows_dropped = 0
         """Rows that a full sink has dropped."""
         config, dtype, device = weights.config, weights.head.dtype, weights.head.device
@@ -108,11 +108,6 @@ class SlotStore:
             steps = torch.arange(path.shape[1], device=path.device)
             self.kv.reorder(slots, roots[:, None] + path, roots[:, None] + steps)
 
-    @property
-    def captures(self) -> bool:
-        """True if a sink exists."""
-        return self._sink is not None
-
     def write_rows(
         self,
         slots: Sequence[int],
@@ -123,7 +118,7 @@ class SlotStore:
         """Write the waiting rows of each captured sequence that has `least` or more. Waiting rows
         belong to cached tokens not yet written.
         """
-        if self._sink is None:
+        if self.sink is None:
             return
         due = [
             (slot, one)
@@ -137,7 +132,7 @@ class SlotStore:
         stretches = [(slot, slice(one.captured, one.cached)) for slot, one in due]
         tokens = torch.cat([self.token_ids[cells] for cells in stretches]).cpu().numpy()
         states = torch.cat([self.hidden[cells] for cells in stretches])
-        written = self._sink.write(
+        written = self.sink.write(
             np.repeat(ids, list(map(len, positions))),
             np.concatenate(positions),
             tokens.astype(np.uint32),

@@ -20,6 +20,10 @@ from paceline.services.rollout_gateway.engines.embedded.weights import EngineWei
 from paceline.services.rollout_gateway.engines.requests.draws import score_prompt
 from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
 
+COLUMNS = 256
+"""Tokens of each row in one forward on a CPU. A forward reads keys up to its last token, so longer
+ones multiply more masked keys, and their activations leave the processor's caches.
+"""
 Move = tuple[int, int, RunningSequence]
 """Source slot, destination slot and the sequence that moves."""
 
@@ -109,8 +113,7 @@ class Prefill:
         """Caches the next part of incomplete prompts, oldest first."""
         if self._prefixes.enabled:
             self._reuse()
-        plan = self._scheduler.prefill_plan()
-        if not plan:
+        if not (plan := self._scheduler.prefill_plan()):
             return
         slots, counts = [slot for slot, _ in plan], [count for _, count in plan]
         rows = [self._scheduler.running[slot] for slot in slots]
@@ -120,8 +123,9 @@ class Prefill:
             [slots[row] for row in leaders],
             [rows[row] for row in leaders],
             [counts[row] for row in leaders],
+            read=self._store.hidden.shape[-1] > 0 or any(one.scoring for one in rows),
         )
-        states = dict(zip(leaders, hidden, strict=True))
+        states = dict(zip(leaders, hidden, strict=False))  # empty if nothing reads them
         head = partial(head_logits, self._weights.policy)
         for row, (leader, sequence, count) in enumerate(zip(leader_of, rows, counts, strict=True)):
             start, end = sequence.cached, sequence.cached + count
@@ -149,18 +153,23 @@ class Prefill:
             self._prefixes.reuse(slot, running[slot])
 
     def _forward(
-        self, slots: list[int], rows: Sequence[RunningSequence], counts: list[int]
+        self, slots: list[int], rows: Sequence[RunningSequence], counts: list[int], *, read: bool
     ) -> Tensor:
-        """Hidden states [B, T, W]. Padding repeats a row's last token and gives the same result."""
-        device, policy = self._store.token_ids.device, self._weights.policy
+        """Hidden states [B, T, W], of no row unless they are read. Padding repeats a row's last
+        token and gives the same result.
+        """
+        store, policy, states = self._store, self._weights.policy, list[Tensor]()
+        device, longest = store.token_ids.device, max(counts)
         starts = torch.tensor([sequence.cached for sequence in rows])
-        steps = torch.arange(max(counts)).minimum(torch.tensor(counts)[:, None] - 1)
-        positions = (starts[:, None] + steps).to(device)
-        token_ids = self._store.token_ids[torch.tensor(slots, device=device)[:, None], positions]
-        length = max(sequence.cached + count for sequence, count in zip(rows, counts, strict=True))
-        block = make_block(
-            policy.config, policy.rotation, self._store.kv, cache_rows(slots), positions, length
-        )
-        hidden = forward_hidden(policy, self._store.kv, token_ids, block, self._store.inner)
-        self._store.keep_hidden(block.index, hidden)
-        return hidden.view(*token_ids.shape, -1)
+        steps = torch.arange(longest).minimum(torch.tensor(counts)[:, None] - 1)
+        width = COLUMNS if device.type == "cpu" else longest
+        for columns in (starts[:, None] + steps).split(width, dim=1):
+            at, length = columns.to(device), int(columns.max()) + 1
+            ids = store.token_ids[torch.tensor(slots, device=device)[:, None], at]
+            taken = cache_rows(slots)
+            block = make_block(policy.config, policy.rotation, store.kv, taken, at, length)
+            hidden = forward_hidden(policy, store.kv, ids, block, store.inner, cache_only=not read)
+            if read:
+                store.keep_hidden(block.index, hidden)
+            states.append(hidden.view(-1, columns.shape[1], hidden.shape[1]))
+        return torch.cat(states, dim=1)

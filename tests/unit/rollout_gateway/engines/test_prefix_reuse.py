@@ -15,6 +15,7 @@ from random_models import save_random
 from torch import Tensor
 
 from paceline.models import decoder
+from paceline.models.cache import StaticCache
 from paceline.models.config import read_config
 from paceline.services.rollout_gateway.engines.base import Engine
 from paceline.services.rollout_gateway.engines.embedded import prefill
@@ -97,13 +98,17 @@ def test_a_second_turn_computes_only_what_is_new_and_says_what_a_fresh_engine_sa
 
     def counted(
         weights: decoder.DecoderWeights,
-        cache: object,
+        cache: StaticCache,
         token_ids: Tensor,
         block: decoder.Block,
         inner: tuple[int, ...],
+        *,
+        cache_only: bool,
     ) -> Tensor:
         computed.append(token_ids.numel())
-        return decoder.forward_hidden(weights, cache, token_ids, block, inner)  # type: ignore[arg-type]
+        return decoder.forward_hidden(
+            weights, cache, token_ids, block, inner, cache_only=cache_only
+        )
 
     monkeypatch.setattr(prefill, "forward_hidden", counted)
     second = ask(2, (*known, *QUESTION), temperature=temperature)
@@ -116,6 +121,17 @@ def test_a_second_turn_computes_only_what_is_new_and_says_what_a_fresh_engine_sa
     stats = engine.load.prefixes
     assert stats.prompt_tokens == len(PROMPT) + len(known) + len(QUESTION)
     assert (stats.reused_tokens, stats.lookups) == (len(known) - 1, 2)
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "off"])  # with and without kept states
+def test_prompts_forwarded_in_columns_say_what_they_say_whole(
+    drafter: str, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [plain(ask(1, PROMPT)), plain(ask(2, PROMPT[5:27]))]
+    whole = [alone(models / "old", one) for one in asked]
+    monkeypatch.setattr(prefill, "COLUMNS", 12)
+    chunks = say(build(models / "old", drafter=drafter), *asked)
+    assert [chunk.token_ids for chunk in chunks] == whole
 
 
 @pytest.mark.slow

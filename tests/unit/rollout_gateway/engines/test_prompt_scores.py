@@ -12,6 +12,7 @@ from prompt_oracle import assert_scores_are
 from random_models import save_random
 
 from paceline.services.rollout_gateway.engines.base import Engine
+from paceline.services.rollout_gateway.engines.embedded import prefill
 from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Chunk, PauseMode, PromptScore, Request
@@ -48,10 +49,11 @@ def run(engine: Engine, *requests: Request) -> dict[int, tuple[PromptScore, ...]
     return {chunk.request_id: chunk.prompt_scores for chunk in chunks}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize(("family", "columns"), [("llama", 256), ("qwen2", 256), ("llama", 10)])
 def test_a_prompt_in_pieces_and_those_of_siblings_are_scored_as_transformers_scores_them(
-    tmp_path: Path, family: str
+    tmp_path: Path, family: str, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(prefill, "COLUMNS", columns)
     model = save_random(tmp_path, family)
     asked = [
         request(0, 70),  # three pieces of the prefill
