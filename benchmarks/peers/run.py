@@ -50,7 +50,7 @@ LOAD_S, CASE_S = 600.0, 300.0
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class PeerCase:
     """One measurement: prompts of equal length and the tokens to generate."""
 
     name: str
@@ -68,7 +68,7 @@ class Case:
 
 
 @dataclass(slots=True)
-class Peer:
+class RunningPeer:
     """A running engine, and what it has answered."""
 
     name: str
@@ -87,7 +87,7 @@ class Peer:
             seen = last_lines(self.log, 1) or "no output"
             raise Unavailable(f"{self.name} died: {what}", seen=seen) from error
 
-    async def run(self, case: Case, turn: int) -> None:
+    async def run(self, case: PeerCase, turn: int) -> None:
         """Runs a case; turn 0 warms up and is not kept."""
         answer = await self.ask(
             case.name,
@@ -187,7 +187,7 @@ def chosen_peers(text: str | None) -> list[str]:
     return peers
 
 
-def decoding(model: Path, batches: Sequence[int], new_tokens: int) -> list[Case]:
+def decoding(model: Path, batches: Sequence[int], new_tokens: int) -> list[PeerCase]:
     """Greedy cases of every batch, and a sampled case of the largest batch.
 
     Prompts are parts of ARCHITECTURE.md. Raises InvalidInput if the text is too short.
@@ -200,24 +200,24 @@ def decoding(model: Path, batches: Sequence[int], new_tokens: int) -> list[Case]
         raise InvalidInput("too few tokens for the batch", seen=largest, allowed=f"<= {most}")
     starts = range(0, largest * PROMPT_TOKENS, PROMPT_TOKENS)
     prompts = [tokens[start : start + PROMPT_TOKENS] for start in starts]
-    cases = [Case(f"batch {one}", prompts[:one], new_tokens) for one in batches]
+    cases = [PeerCase(f"batch {one}", prompts[:one], new_tokens) for one in batches]
     name = "batch {}, T {}, top-p {}".format(largest, *SAMPLED)
-    return [*cases, Case(name, prompts, new_tokens, *SAMPLED)]
+    return [*cases, PeerCase(name, prompts, new_tokens, *SAMPLED)]
 
 
-def prefills(model: Path, lengths: Sequence[int]) -> list[Case]:
+def prefills(model: Path, lengths: Sequence[int]) -> list[PeerCase]:
     """A prompt of random tokens for every length, and one new token."""
     vocabulary = read_config(model).vocab_size
-    return [Case(f"prefill {n}", [random_prompt(n, vocabulary, n)], 1) for n in lengths]
+    return [PeerCase(f"prefill {n}", [random_prompt(n, vocabulary, n)], 1) for n in lengths]
 
 
 async def in_turns(
     model: Path,
     dtype: str,
     names: Sequence[str],
-    cases: Sequence[Case],
+    cases: Sequence[PeerCase],
     options: argparse.Namespace,
-) -> list[tuple[Peer, int]]:
+) -> list[tuple[RunningPeer, int]]:
     """Loads all peers, runs all turns, and returns every peer with its memory in MiB."""
     async with AsyncExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-peers-")))
@@ -235,13 +235,16 @@ async def in_turns(
             for case in cases:
                 for peer in peers[first:] + peers[:first]:
                     await peer.run(case, turn)
+            say(f"{dtype}: turn {turn} of {options.turns}" if turn else f"{dtype}: warm")
         for case in cases:
             rates = ", ".join(f"{one.name} {median(one.rates[case.name]):,.1f}" for one in peers)
             say(f"{dtype}, {case.name}: {rates} tokens/s")
         return [(peer, peer.memory_mib()) for peer in peers]
 
 
-async def started(name: str, scratch: Path, plan: Mapping[str, Any], stack: AsyncExitStack) -> Peer:
+async def started(
+    name: str, scratch: Path, plan: Mapping[str, Any], stack: AsyncExitStack
+) -> RunningPeer:
     """Starts a peer with its model loaded; `stack` ends it. Raises NotFound, Unavailable,
     DeadlineExceeded.
     """
@@ -253,13 +256,15 @@ async def started(name: str, scratch: Path, plan: Mapping[str, Any], stack: Asyn
         whole.pop("PYTHONPATH", None)  # its packages are its environment's
     file = stack.enter_context(log.open("wb"))
     child = await stack.enter_async_context(answering(name, command, file, whole))
-    peer = Peer(name, child, log)
+    peer = RunningPeer(name, child, log)
     say(f"{name} loads {plan['dtype']}")
     peer.versions = (await peer.ask("loading the model", LOAD_S, **plan))["versions"]
     return peer
 
 
-def table(dtype: str, cases: Sequence[Case], sides: Sequence[tuple[Peer, int]]) -> list[Row]:
+def table(
+    dtype: str, cases: Sequence[PeerCase], sides: Sequence[tuple[RunningPeer, int]]
+) -> list[Row]:
     """Rows of one number format: tokens a second, ratios, memory, and equal greedy tokens."""
     ours, others = sides[0][0], [peer for peer, _ in sides[1:]]
     rows: list[Row] = []
@@ -292,7 +297,9 @@ def _equal(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> in
     return sum(len(list(takewhile(lambda pair: pair[0] == pair[1], one))) for one in pairs)
 
 
-def judged(dtype: str, cases: Sequence[Case], sides: Sequence[tuple[Peer, int]]) -> list[Goal]:
+def judged(
+    dtype: str, cases: Sequence[PeerCase], sides: Sequence[tuple[RunningPeer, int]]
+) -> list[Goal]:
     """Goals: no peer is faster in any case, and sampling costs a tenth at most."""
     ours, goals = sides[0][0].rates, list[Goal]()
     for case in cases:

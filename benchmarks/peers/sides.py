@@ -91,10 +91,11 @@ class Transformers:
         """
         case = (len(prompts), len(prompts[0]), new, temperature)
         work = (prompts, new, temperature, top_p, seed)
-        if case not in self._caches:
-            tried = {kind: self._generate(*work, kind)[1] for kind in ("dynamic", "static")}
-            self._caches[case] = min(tried, key=tried.__getitem__)
-        return self._generate(*work, self._caches[case])
+        if case in self._caches:
+            return self._generate(*work, self._caches[case])
+        tried = {kind: self._generate(*work, kind) for kind in ("dynamic", "static")}
+        self._caches[case] = best = min(tried, key=lambda kind: tried[kind][1])
+        return tried[best]
 
     def _generate(
         self, prompts: Prompts, new: int, temperature: float, top_p: float, seed: int, cache: str

@@ -16,7 +16,7 @@ from benchmarks.demo_runs import demo_folder
 from benchmarks.peers import gguf_file
 from benchmarks.peers import run as peers
 from benchmarks.peers.environments import PACKAGES, install
-from benchmarks.peers.run import Case, Peer
+from benchmarks.peers.run import PeerCase, RunningPeer
 from benchmarks.processes import BenchChild
 from paceline.errors import InvalidInput, NotFound, Unavailable
 
@@ -42,10 +42,10 @@ def options(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def side(name: str, rates: list[float], tokens: list[list[int]]) -> Peer:
+def side(name: str, rates: list[float], tokens: list[list[int]]) -> RunningPeer:
     """Returns a peer without a process that has run the case "batch 2"."""
     none: BenchChild = object.__new__(BenchChild)
-    return Peer(name, none, Path("none"), {}, {"batch 2": rates}, {"batch 2": tokens})
+    return RunningPeer(name, none, Path("none"), {}, {"batch 2": rates}, {"batch 2": tokens})
 
 
 async def test_real_engines_take_turns_and_give_the_same_greedy_tokens(
@@ -77,29 +77,29 @@ async def test_a_peer_that_dies_in_a_turn_is_named_with_its_last_words(
     plan = {"model": str(model), "dtype": "float32", "threads": 1, "batch": 1, "tokens": 64}
     async with AsyncExitStack() as stack:
         one = await peers.started("transformers", tmp_path, plan, stack)
-        await one.run(Case("batch 1", [[5, 6, 7]], 3), turn=1)
+        await one.run(PeerCase("batch 1", [[5, 6, 7]], 3), turn=1)
         assert one.rates["batch 1"][0] > 0
         with pytest.raises(Unavailable, match=r"transformers died: token 97.*IndexError"):
-            await one.run(Case("token 97", [[5, 97]], 3), turn=2)
+            await one.run(PeerCase("token 97", [[5, 97]], 3), turn=2)
     assert len(one.rates["batch 1"]) == 1
 
 
 def test_ratios_are_of_paired_turns_and_equal_tokens_end_at_the_first_difference() -> None:
     ours = side("paceline", [20.0, 40.0, 30.0], [[1, 2, 3], [4, 5, 6]])
     theirs = side("vllm", [10.0, 20.0, 15.0], [[1, 2, 9], [7, 5, 6]])
-    rows = peers.table("int8", [Case("batch 2", [[1], [2]], 3)], [(ours, 1), (theirs, 2048)])
+    rows = peers.table("int8", [PeerCase("batch 2", [[1], [2]], 3)], [(ours, 1), (theirs, 2048)])
     assert rows[0]["paceline / vllm"] == "2.000 [2.000, 2.000]"
     assert (rows[0]["paceline"], rows[0]["vllm"]) == ("30.0", "15.0")
     assert rows[1]["vllm"] == "2,048"
     assert (rows[2]["tokens"], rows[2]["vllm"]) == (6, 2)
-    (goal,) = peers.judged("int8", [Case("batch 2", [[1], [2]], 3)], [(ours, 1), (theirs, 1)])
+    (goal,) = peers.judged("int8", [PeerCase("batch 2", [[1], [2]], 3)], [(ours, 1), (theirs, 1)])
     assert (goal.met, goal.value) == (True, 2.0)
 
 
 def test_a_prefill_counts_prompts_and_decoding_counts_what_follows_the_first_token() -> None:
     prompts = [[1] * 32, [2] * 32]
-    assert Case("prefill", prompts, 1).rate({"first_s": 2.0, "total_s": 2.0}) == 32.0
-    assert Case("decoding", prompts, 5).rate({"first_s": 1.0, "total_s": 2.0}) == 8.0
+    assert PeerCase("prefill", prompts, 1).rate({"first_s": 2.0, "total_s": 2.0}) == 32.0
+    assert PeerCase("decoding", prompts, 5).rate({"first_s": 1.0, "total_s": 2.0}) == 8.0
 
 
 def test_a_missing_peer_is_left_out_or_refused_with_the_command_that_installs_it(
