@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections import Counter
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -13,7 +12,6 @@ from random_models import save_random
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from benchmarks.demo_runs import demo_folder
-from benchmarks.peers import gguf_file
 from benchmarks.peers import run as peers
 from benchmarks.peers.environments import PACKAGES, install
 from benchmarks.peers.run import PeerCase, RunningPeer
@@ -138,12 +136,3 @@ async def test_a_missing_model_is_refused_with_the_command_that_fetches_it(
 async def test_decoding_that_cannot_be_timed_is_refused(model: Path, words: list[str]) -> None:
     with pytest.raises(InvalidInput, match="cannot be timed"):
         await peers.run(options("--model", str(model), *words))
-
-
-def test_every_tensor_of_a_checkpoint_has_a_name_in_a_gguf_file(model: Path) -> None:
-    shapes = {name: tensor.shape for name, tensor in gguf_file._tensors(model)}
-    index = json.loads((model / "model.safetensors.index.json").read_text())
-    assert set(shapes) == set(index["weight_map"])
-    assert shapes["model.embed_tokens.weight"] == (97, 48)
-    names = {gguf_file._gguf_name(name).split(".")[0] for name in shapes}
-    assert names == {"blk", "output", "output_norm", "token_embd"}
