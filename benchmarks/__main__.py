@@ -45,6 +45,10 @@ BENCHES = {
         "benchmarks.engine.run",
         "the embedded engine beside transformers",
     ),
+    "peers": (
+        "benchmarks.peers.run",
+        "the embedded engine beside transformers, llama.cpp and vLLM on a pretrained model",
+    ),
     "bandit": ("benchmarks.bandit.run", "regret of bandits over recorded and synthetic rollouts"),
     "gateway": ("benchmarks.gateway.run", "the front door under load, beside LiteLLM's proxy"),
     "tracing": ("benchmarks.tracing", "CPU time that spans add to a gateway"),

@@ -10,12 +10,12 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
@@ -125,16 +125,30 @@ class BenchChild:
 @asynccontextmanager
 async def child(module: str, *argv: str) -> AsyncIterator[BenchChild]:
     """Runs `python -m module argv` for the time of the block."""
+    command = (sys.executable, "-m", module, *argv)
+    async with answering(f"{module} {' '.join(argv)}".strip(), command) as one:
+        yield one
+
+
+@asynccontextmanager
+async def answering(
+    name: str,
+    command: Sequence[str],
+    log: IO[bytes] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> AsyncIterator[BenchChild]:
+    """Runs a command for the time of the block; its standard error goes to `log`, else to this
+    process's.
+    """
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        module,
-        *argv,
+        *command,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
+        stderr=log,
+        env=environment,
     )
     try:
-        yield BenchChild(process, f"{module} {' '.join(argv)}".strip())
+        yield BenchChild(process, name)
     finally:
         assert process.stdin is not None
         process.stdin.close()
