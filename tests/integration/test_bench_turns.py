@@ -19,7 +19,7 @@ from benchmarks.turns import finished_in_turns
 from paceline.local.patience import patient
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-STEPS = 3
+STEPS = 2
 CLOCK_S = 0.05
 
 

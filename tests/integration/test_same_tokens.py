@@ -31,6 +31,7 @@ ARMS = (
 VOCAB, CONTEXT, NEW_TOKENS = 97, 640, 20
 PROMPT_LENGTHS = (1, 500, 2, 33, 3, 64, 5, 127, 8, 200, 17, 256, 32, 333, 65, 499)
 BATCHES = (1, 3, 16)
+SEQUENCES = 512
 
 
 def build(directory: Path, drafter: str = "eagle", **options: Any) -> Engine:
@@ -74,13 +75,7 @@ def generated(model: Any, prompt: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(one, marks=() if one in ("llama3-scaled", "qwen3") else pytest.mark.slow)
-        for one in FAMILIES
-    ],
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_transformers_generate(family: str, tmp_path: Path) -> None:
     model = save_random(tmp_path, family, sharpness=6.0, max_position_embeddings=CONTEXT)
     rng = random.Random(5)
@@ -89,7 +84,7 @@ def test_greedy_tokens_are_those_of_transformers_generate(family: str, tmp_path:
     sampling = Sampling(seed=0, max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
     batch = [Request(number, prompt, sampling) for number, prompt in enumerate(prompts)]
     gap, accepted = float("inf"), 0
-    for max_batch in BATCHES:
+    for max_batch in BATCHES if family == "qwen3" else BATCHES[-1:]:
         engine = build(tmp_path, max_batch=max_batch)
         for arm in ARMS:
             found = said(engine, batch, arm)
@@ -122,18 +117,17 @@ def sampled_requests(count: int) -> list[Request]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sequences", [512, pytest.param(2_048, marks=pytest.mark.slow)])
-def test_a_seed_says_the_same_with_every_arm_and_batch(tmp_path: Path, sequences: int) -> None:
+def test_a_seed_says_the_same_with_every_arm_and_batch(tmp_path: Path) -> None:
     """Half of the sequences use temperature 0.7, half use 1. Only a near-tie may change in a
     forward of another shape.
     """
     save_random(tmp_path, "llama", sharpness=6.0, num_hidden_layers=2)
-    batch = sampled_requests(sequences)
+    batch = sampled_requests(SEQUENCES)
     plain = said(build(tmp_path, drafter="off", max_batch=64), batch, "off")
     tokens = sum(len(one) for one, _ in plain.values())
     near_ties = {number for number, (_, gap) in plain.items() if gap < NEAR_TIE_GAP}
     print(f"{len(plain)} sequences, {tokens} tokens, {len(near_ties)} near-ties")
-    assert (len(plain), len(near_ties)) == (sequences, 0), "choose other seeds: a near-tie may flip"
+    assert (len(plain), len(near_ties)) == (SEQUENCES, 0), "choose other seeds: a near-tie may flip"
     cases: list[tuple[str, dict[str, Any]]] = [
         ("off", {"max_batch": 13}),
         *((arm, {"max_batch": 64}) for arm in ARMS[1:]),

@@ -117,6 +117,16 @@ def test_log_probs_are_those_of_the_target_at_each_node() -> None:
             assert verdict.logprobs[row, node] == logprobs[row, node, verdict.tokens[row, node]]
 
 
+def test_a_rejected_draft_is_not_drawn_in_its_own_place() -> None:
+    batch = 400
+    drafts, probs = drawn(randn(batch, STEPS, VOCAB, seed=1), rows(batch))
+    verdict = verified(drafts, probs, randn(batch, STEPS + 1, VOCAB), rows(batch, STEPS + 1))
+    for node in range(STEPS):
+        rejected = verdict.accepted == node
+        assert rejected.any()
+        assert (verdict.tokens[rejected, node] != drafts[rejected, node + 1]).all()
+
+
 def test_a_row_draws_the_same_alone_and_in_a_batch() -> None:
     drafts, probs = drawn(randn(40, STEPS, VOCAB, seed=1), rows(40))
     logits = randn(40, STEPS + 1, VOCAB)
