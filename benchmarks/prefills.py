@@ -69,8 +69,8 @@ def _prefill(engine: EmbeddedEngine, tokens: int, number: int) -> tuple[float, f
 
 
 def _decode_round(engine: EmbeddedEngine, dtype: str, rounds: int) -> tuple[Row, Goal]:
-    """Rounds of one request after 128 tokens, in turns with their matrix products."""
-    _enqueue(engine, 128, 0, answer=rounds + 2)
+    """Rounds of one request after 125 tokens, in turns with their matrix products."""
+    _enqueue(engine, LONG // 32, 0, answer=rounds + 2)
     for _ in range(2):  # the prompt and the first round
         engine.step()
     seconds, alone = list[float](), list[float]()

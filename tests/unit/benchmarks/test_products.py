@@ -8,7 +8,7 @@ import pytest
 import torch
 from random_models import save_random
 
-from benchmarks import products
+from benchmarks import prefills, products
 from benchmarks.products import NEVER_SLOWER, SHAPES, decoding_rounds, measured
 
 
@@ -32,3 +32,15 @@ def test_rounds_of_a_model_are_timed_in_the_measured_forms_and_in_torchs(
     result = decoding_rounds(tmp_path, torch.float32, pairs=2)
     assert [(row["batch"], row["tokens each"]) for row in result.rows] == list(SHAPES)
     assert (tmp_path / "cache" / "paceline" / "products.json").is_file()
+
+
+def test_an_engines_prompts_and_its_round_beside_the_products_are_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefills, "SHORT", 20)
+    monkeypatch.setattr(prefills, "LONG", 140)
+    save_random(tmp_path, "llama")
+    rows, goals = prefills.engine_times(tmp_path, "float32", pairs=2)
+    assert [row.get("tokens") for row in rows] == [20, 140, None]
+    assert 0 < float(str(rows[2]["products alone, ms"])) < float(str(rows[2]["ms"]))
+    assert [goal.goal for goal in goals] == [3.2, -7.9, -0.05]

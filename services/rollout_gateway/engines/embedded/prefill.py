@@ -163,7 +163,7 @@ class Prefill:
         starts = torch.tensor([sequence.cached for sequence in rows])
         steps = torch.arange(longest).minimum(torch.tensor(counts)[:, None] - 1)
         width = COLUMNS if device.type == "cpu" else longest
-        for columns in (starts[:, None] + steps).split(width, dim=1):
+        for columns in torch.split(starts[:, None] + steps, width, dim=1):
             at, length = columns.to(device), int(columns.max()) + 1
             ids = store.token_ids[torch.tensor(slots, device=device)[:, None], at]
             taken = cache_rows(slots)
