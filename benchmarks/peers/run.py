@@ -175,7 +175,7 @@ def chosen_peers(text: str | None) -> list[str]:
     Raises NotFound for a peer of the list that is not installed.
     """
     peers = [US]
-    for name in chosen(text, tuple(PACKAGES)) if text is not None else PACKAGES:
+    for name in list(PACKAGES) if text is None else chosen(text, tuple(PACKAGES)):
         try:
             python_of(name)
         except NotFound as error:

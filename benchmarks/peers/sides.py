@@ -140,7 +140,8 @@ class LlamaCpp:
         if not self._model:
             raise RuntimeError(f"llama.cpp does not load {file}")
         self._vocabulary = library.llama_vocab_n_tokens(library.llama_model_get_vocab(self._model))
-        self._threads, self._context, self._shape = plan["threads"], None, (0, 0)
+        self._threads, self._shape = plan["threads"], (0, 0)
+        self._context: Any = None
 
     def run(self, prompts: Prompts, new: int, temperature: float, top_p: float, seed: int) -> Timed:
         """Generates for all prompts at once; a context for the batch is made before the clock
@@ -228,12 +229,13 @@ class Vllm:
 
     def __init__(self, plan: dict[str, Any]) -> None:
         cores = sorted(os.sched_getaffinity(0))[: plan["threads"]]
-        os.environ |= {
+        settings = {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
             "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
             "VLLM_NO_USAGE_STATS": "1",
         }
+        os.environ.update(settings)
         library = import_module("vllm")
         self._parameters = library.SamplingParams
         self._engine = library.LLM(
