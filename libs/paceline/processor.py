@@ -1,6 +1,9 @@
 """Reads the system's description of the processor and its memory. Imports no torch."""
 
+import ctypes
 import os
+import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,3 +34,28 @@ def processor_field(name: str) -> str:
         return ""
     found = (line.partition(":") for line in lines)
     return next((value.strip() for key, _, value in found if key.strip() == name), "")
+
+
+HUGE_PAGE = 2 << 20
+_ADVICE = (14, 25)
+"""Linux's MADV_HUGEPAGE and MADV_COLLAPSE."""
+
+
+def use_huge_pages(spans: Iterable[tuple[int, int]]) -> None:
+    """Puts spans of memory (address, bytes), and the rest of their outer pages, into pages of 2
+    MiB.
+
+    A processor reads large weights from such pages up to 1.5 times as fast. Nothing changes where
+    the system has no such page: not Linux, before Linux 6.1, or without contiguous free memory.
+    """
+    pages: list[tuple[int, int]] = []
+    for address, size in sorted(spans):
+        first, end = address // HUGE_PAGE, -(-(address + size) // HUGE_PAGE)
+        if pages and first <= pages[-1][1]:
+            first, end = pages[-1][0], max(end, pages.pop()[1])
+        pages.append((first, end))
+    # Few calls: with each, the system waits for every processor.
+    for first, end in pages if sys.platform == "linux" else ():
+        place, size = ctypes.c_void_p(first * HUGE_PAGE), ctypes.c_size_t((end - first) * HUGE_PAGE)
+        for advice in _ADVICE:
+            ctypes.CDLL(None).madvise(place, size, advice)

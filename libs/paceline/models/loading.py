@@ -287,7 +287,9 @@ def fuse_layer(
     prefix.
     """
     there = [one for one in layer_records(config, prefix) if one.parts[0].name in tensors]
-    return layer_of({one.place: one.built(tensors, dtype, device, None) for one in there})
+    built = {one.place: one.built(tensors, dtype, device, None) for one in there}
+    products.serve_matrices(one for one in built.values() if isinstance(one, Tensor))
+    return layer_of(built)
 
 
 def layer_of(built: Mapping[str, Matrix], place: str = "") -> LayerWeights:
@@ -314,7 +316,9 @@ def assembled(
     assert isinstance(norm, Tensor)
     assert isinstance(head, Tensor)
     layers = tuple(layer_of(built, f"layers.{index}.") for index in range(config.num_layers))
-    products.serve_matrices(one for one in built.values() if isinstance(one, Tensor))
+    products.serve_matrices(
+        one if isinstance(one, Tensor) else one.values for one in built.values()
+    )
     return DecoderWeights(config, embed, layers, norm, head, rotation, head_hash)
 
 

@@ -5,7 +5,7 @@ a product reaches a third of that rate. The matrices of a served model are there
 the form that was measured to be the fastest for their shape, dtype and number of rows
 (`serve_matrices`):
 - linear: torch's own, or oneDNN by the rule below;
-- blocks: a batched product of blocks of W with x^T;
+- turned: W x^T, for one row as a batch of blocks of W;
 - onednn: oneDNN on W as it is stored;
 - packed: oneDNN on a second copy of W in oneDNN's own layout.
 Measured choices are kept in a file by processor, threads and version of torch.
@@ -19,11 +19,13 @@ docs/adr/0071.
 """
 
 import json
+import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -56,10 +58,10 @@ ONEDNN = _quicker()
 
 MOST_ROWS = 64
 """Largest number of rows for a measured form."""
-MEASURED_ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, MOST_ROWS)
+MEASURED_ROWS = (1, 2, 3, 4, 5, 8, 16, MOST_ROWS)
 """Numbers of rows that are timed; a number between two takes the form of the larger."""
-_TIMED_BYTES = 48 << 20
-"""Weights read per timing, more than the caches of a core hold."""
+_TIMED_BYTES = 64 << 20
+"""Weights read per timing, more than the caches hold."""
 _TIMINGS = 4
 _MARGIN = 1.1
 """Factor by which a form must be faster than `linear` to replace it."""
@@ -98,15 +100,13 @@ def added(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 def _suits(x: Tensor, weight: Tensor) -> bool:
     if not _float32_on_cpu(x) or weight.dtype is not torch.float32:
-        return False  # first, as a compiled graph may not depend on rows
+        return False
     rows = x.numel() // x.shape[-1]
     return rows >= MANY_ROWS or (rows >= FEWEST_ROWS and rows % STEP == 0)
 
 
 def _float32_on_cpu(x: Tensor) -> bool:
-    # a graph compiler chooses its products itself
-    compiles = torch.compiler.is_compiling()
-    return ONEDNN and x.dtype is torch.float32 and x.device.type == "cpu" and not compiles
+    return ONEDNN and x.dtype is torch.float32 and x.device.type == "cpu"
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -171,6 +171,11 @@ class ServedMatrix:
         ]
         self.copy: Tensor | None = None
 
+    def pack(self) -> None:
+        """Makes the copy, or renews its numbers."""
+        copy = torch.ops.mkldnn._reorder_linear_weight(self.whole(), PACKED_FOR)
+        self.copy = copy if self.copy is None else self.copy.copy_(copy)
+
     def product(self, x: Tensor) -> Tensor:
         """x W^T [M, N] of x [M, K], M at most MOST_ROWS, without gradients."""
         return self.forms[len(x)](x, self)
@@ -187,14 +192,16 @@ def _by_torch(x: Tensor, matrix: ServedMatrix) -> Tensor:
     return _product(x, weight) if _suits(x, weight) else functional.linear(x, weight)
 
 
-def _in_blocks(x: Tensor, matrix: ServedMatrix) -> Tensor:
+def _turned(x: Tensor, matrix: ServedMatrix) -> Tensor:
     weight = matrix.whole()
-    (outputs, inputs), rows = weight.shape, len(x)
-    blocks = next(count for count in (32, 16, 8, 4, 2, 1) if outputs % count == 0)
-    # These strides, for one row too: with others torch takes a slower path.
-    columns = x.contiguous().as_strided((blocks, inputs, rows), (0, 1, inputs))
-    product = torch.bmm(weight.view(blocks, -1, inputs), columns)
-    return product.view(outputs, rows).t().contiguous()
+    if len(x) > 1:
+        return torch.mm(weight, x.t()).t().contiguous()
+    # torch reads whole matrices at a third of the memory's rate for one column, and blocks at all.
+    outputs, inputs = weight.shape
+    blocks = next(count for count in (16, 8, 4, 2, 1) if outputs % count == 0)
+    # These strides: with others torch takes a slower path.
+    column = x.contiguous().as_strided((blocks, inputs, 1), (0, 1, inputs))
+    return torch.bmm(weight.view(blocks, -1, inputs), column).view(1, outputs)
 
 
 def _by_onednn(x: Tensor, matrix: ServedMatrix) -> Tensor:
@@ -203,7 +210,7 @@ def _by_onednn(x: Tensor, matrix: ServedMatrix) -> Tensor:
 
 def _packed(x: Tensor, matrix: ServedMatrix) -> Tensor:
     if matrix.copy is None:
-        matrix.copy = torch.ops.mkldnn._reorder_linear_weight(matrix.whole(), PACKED_FOR)
+        matrix.pack()
     found: Tensor = torch.ops.mkldnn._linear_pointwise(x, matrix.copy, None, "none", [], "")
     return found
 
@@ -213,7 +220,7 @@ PACKED_FOR = 8
 Form = Callable[[Tensor, ServedMatrix], Tensor]
 FORMS: dict[str, Form] = {
     "linear": _by_torch,
-    "blocks": _in_blocks,
+    "turned": _turned,
     "onednn": _by_onednn,
     "packed": _packed,
 }
@@ -222,8 +229,6 @@ _served: dict[int, ServedMatrix] = {}
 
 
 def _served_matrix(x: Tensor, weight: Tensor) -> ServedMatrix | None:
-    if torch.compiler.is_compiling():
-        return None
     served = _served.get(id(weight))
     if served is None or not 0 < x.numel() <= MOST_ROWS * x.shape[-1] or x.dtype != weight.dtype:
         return None
@@ -233,68 +238,111 @@ def _served_matrix(x: Tensor, weight: Tensor) -> ServedMatrix | None:
 def serve_matrices(weights: Iterable[Tensor]) -> None:
     """Uses the fastest form for these matrices [N, K] while they exist: `linear`, `added`.
 
-    Matrices below processor.FEWEST_BYTES, of other dtypes or on other devices are skipped. Times
-    the forms at the first use of a shape on this machine.
+    Matrices below processor.FEWEST_BYTES or on other devices are skipped. Matrices of other dtypes
+    than float32 and bfloat16 are put into huge pages only. Times the forms at the first use of a
+    shape on this machine.
     """
-    groups: dict[tuple[torch.dtype, tuple[int, ...]], list[Tensor]] = {}
-    for weight in {id(one): one for one in weights}.values():
-        wanted = weight.dtype in (torch.float32, torch.bfloat16) and weight.device.type == "cpu"
-        if wanted and weight.is_contiguous() and weight.nbytes >= processor.FEWEST_BYTES:
-            groups.setdefault((weight.dtype, tuple(weight.shape)), []).append(weight)
-    known = _read_choices() if groups else {}
-    sizes = sum(one.nbytes for same in groups.values() for one in same)
-    small = sizes < processor.memory_bytes() / processor.PACKED_SHARE
-    machine = known.setdefault(_machine(), {})
-    for (dtype, shape), same in groups.items():
+    large = [
+        one
+        for one in {id(one): one for one in weights}.values()
+        if one.device.type == "cpu" and one.is_contiguous()
+        if one.nbytes >= processor.FEWEST_BYTES
+    ]
+    processor.use_huge_pages((one.data_ptr(), one.nbytes) for one in large)
+    served = [one for one in large if one.dtype in (torch.float32, torch.bfloat16)]
+    small = sum(one.nbytes for one in served) < processor.memory_bytes() / processor.PACKED_SHARE
+    groups: dict[str, list[Tensor]] = {}
+    for one in served:
         # Choices without a copy are kept beside those with one.
-        name = f"{dtype} {shape[0]}x{shape[1]}{'' if small else ' unpacked'}"
-        usable = [one for one in _computable_forms(dtype) if small or one != "packed"]
-        if not set(machine.get(name, ("",))) <= set(usable):
-            machine[name] = _fastest_forms(same, usable)
-            _write_choices(known)
-        for weight in same:
-            key = id(weight)
-            _served[key] = ServedMatrix(weight, machine[name])
-            weakref.finalize(weight, _served.pop, key, None)
+        name = f"{one.dtype} {len(one)}x{one.shape[1]}{'' if small else ' unpacked'}"
+        groups.setdefault(name, []).append(one)
+    usable = {name: _usable_forms(same[0].dtype, small) for name, same in groups.items()}
+    known = _read_choices() if groups else {}
+    machine = known.setdefault(_machine(), {})
+    old = {name for name in groups if set(machine.get(name, ("",))) <= set(usable[name])}
+    if new := {name: same for name, same in groups.items() if name not in old}:
+        machine |= _fastest_forms(new, usable)
+        _write_choices(known)
+    onednn, copies = torch.ops.mkldnn, list[tuple[int, int]]()
+    for name, same in groups.items():
+        for one in same:
+            matrix = _served[id(one)] = ServedMatrix(one, machine[name])
+            weakref.finalize(one, _served.pop, id(one), None)
+            if "packed" in machine[name]:
+                matrix.pack()
+                copies.append((onednn.data_ptr(matrix.copy), onednn._nbytes(matrix.copy)))
+    processor.use_huge_pages(copies)
 
 
-def renew_copy(weight: Tensor) -> int:
-    """Frees the packed copy of a matrix with new numbers; the next product packs it again.
+def renew_copy(weight: Tensor) -> None:
+    """Packs a matrix with new numbers again, if it has a copy."""
+    if (served := _served.get(id(weight))) and served.copy is not None:
+        served.pack()
 
-    Returns its bytes, 0 without a copy.
-    """
-    served = _served.get(id(weight))
-    if served is None or served.copy is None:
+
+def free_copy(weight: Tensor) -> int:
+    """Frees the packed copy of a matrix; returns its bytes, 0 without a copy."""
+    if (served := _served.get(id(weight))) is None or served.copy is None:
         return 0
     served.copy = None
-    return weight.numel() * weight.element_size()
+    return weight.nbytes
 
 
-def _computable_forms(dtype: torch.dtype) -> Sequence[str]:
-    """Forms that this processor and this build of torch can compute."""
+def _usable_forms(dtype: torch.dtype, small: bool) -> Sequence[str]:
+    """Forms that this processor and this build of torch can compute, and that memory allows."""
     onednn = torch.backends.mkldnn.is_available()
     if onednn and dtype is torch.bfloat16:
         onednn = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return tuple(FORMS) if onednn else ("linear", "blocks")
+    needs = {"onednn": onednn and not small, "packed": onednn and small}
+    return [name for name in FORMS if needs.get(name, True)]
 
 
-def _fastest_forms(same: Sequence[Tensor], usable: Sequence[str]) -> list[str]:
-    """The fastest of the usable forms for each of MEASURED_ROWS."""
-    enough = max(1, _TIMED_BYTES // same[0].nbytes)
-    chosen, generator = list[str](), torch.Generator().manual_seed(0)
-    timed = [ServedMatrix(weight, ["linear"] * len(MEASURED_ROWS)) for weight in same[:enough]]
+def _fastest_forms(
+    groups: Mapping[str, Sequence[Tensor]], usable: Mapping[str, Sequence[str]]
+) -> dict[str, list[str]]:
+    """The fastest of the usable forms of each group of equal shape, for each of MEASURED_ROWS.
+
+    Each timing is a pass over matrices of all groups, as in a model's forward, so that no cache
+    holds the next weight. Forms take turns. A matrix has the least of its times.
+    """
+    deepest = max(map(len, groups.values()))
+    a_layer = sum(same[0].nbytes for same in groups.values())
+    timed = [
+        (name, ServedMatrix(same[layer], ["linear"] * len(MEASURED_ROWS)))
+        for layer in range(min(deepest, 2 + _TIMED_BYTES // a_layer))
+        for name, same in groups.items()
+        if layer < len(same)
+    ]
+    chosen: dict[str, list[str]] = {name: [] for name in groups}
+    generator = torch.Generator().manual_seed(0)
     for rows in MEASURED_ROWS:
-        x = torch.randn(rows, same[0].shape[1], generator=generator).to(same[0].dtype)
-        seconds = dict.fromkeys(usable, float("inf"))
-        for _ in range(_TIMINGS):
-            for name in usable:
-                began = time.perf_counter()
-                for matrix in timed:
-                    FORMS[name](x, matrix)
-                seconds[name] = min(seconds[name], time.perf_counter() - began)
-        best = min(seconds, key=seconds.__getitem__)
-        chosen.append(best if seconds["linear"] > _MARGIN * seconds[best] else "linear")
+        inputs = {
+            name: torch.randn(rows, same[0].shape[1], generator=generator).to(same[0].dtype)
+            for name, same in groups.items()
+        }
+        seconds = _least_seconds(timed, inputs, usable)
+        for name in groups:
+            own = [times for (group, _), times in zip(timed, seconds, strict=True) if group == name]
+            total = {form: sum(times[form] for times in own) for form in usable[name]}
+            best = min(total, key=total.__getitem__)
+            chosen[name].append(best if total["linear"] > _MARGIN * total[best] else "linear")
     return chosen
+
+
+def _least_seconds(
+    timed: Sequence[tuple[str, ServedMatrix]],
+    inputs: Mapping[str, Tensor],
+    usable: Mapping[str, Sequence[str]],
+) -> list[dict[str, float]]:
+    """The least time of each matrix in each form."""
+    seconds = [dict.fromkeys(usable[name], math.inf) for name, _ in timed]
+    for _, (form, compute) in product(range(_TIMINGS), FORMS.items()):
+        for (name, matrix), times in zip(timed, seconds, strict=True):
+            if form in times:
+                began = time.perf_counter()
+                compute(inputs[name], matrix)
+                times[form] = min(times[form], time.perf_counter() - began)
+    return seconds
 
 
 def _machine() -> str:

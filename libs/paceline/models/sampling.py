@@ -188,8 +188,9 @@ def _gumbel(units: Tensor) -> Tensor:
 MASKS: dict[str, float] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 """Parameters that exclude tokens, with the values that disable them."""
 CANDIDATES = 256
-"""Number of a row's likeliest tokens that a masked draw sorts first. A row is sorted whole only if
-its masks keep more."""
+MORE_CANDIDATES = 4096
+"""Numbers of a row's likeliest tokens that a masked draw sorts first, and next if its masks keep
+more. A row is sorted whole only if they keep more than both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,23 +298,30 @@ def draw(
     # log_softmax shifts a row by a constant, which moves no argmax and leaves the top-two gap as it
     # is.
     scores = logprobs if adjusted is None else behavior_logprobs(adjusted, params.temperatures)
-    few = params.any_masked and scores.device.type == "cpu" and scores.shape[-1] > CANDIDATES
-    tokens, gaps = (_draw_of_few if few else _draw_of_all)(scores, positions, params)
+    masked = params.any_masked and scores.device.type == "cpu"
+    sizes = (CANDIDATES, MORE_CANDIDATES) if masked else ()
+    tokens, gaps = _draw_of_few(scores, positions, params, sizes)
     return Draw(tokens, logprobs.gather(1, tokens[:, None])[:, 0], gaps)
 
 
-def _draw_of_few(scores: Tensor, positions: Tensor, params: DrawParams) -> tuple[Tensor, Tensor]:
-    """As `_draw_of_all`, from the CANDIDATES likeliest tokens of each row where the masks exclude
-    all other tokens.
+def _draw_of_few(
+    scores: Tensor, positions: Tensor, params: DrawParams, sizes: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """As `_draw_of_all`, from the likeliest tokens of each row where the masks exclude all other
+    tokens. sizes: ascending numbers of tokens to try.
     """
-    ordered, ids = scores.topk(CANDIDATES, dim=-1)
+    if not sizes or scores.shape[-1] <= sizes[0]:
+        return _draw_of_all(scores, positions, params)
+    ordered, ids = scores.topk(sizes[0], dim=-1)
     ordered = ordered.double()
     kept = _kept(ordered, params)
     drawn, gaps = _top_two(ordered.masked_fill_(~kept, float("-inf")), positions, params, ids)
     tokens = ids.gather(1, drawn[:, None])[:, 0]
     rest = kept[:, -1].nonzero()[:, 0]
     if len(rest):
-        tokens[rest], gaps[rest] = _draw_of_all(scores[rest], positions[rest], params.rows(rest))
+        tokens[rest], gaps[rest] = _draw_of_few(
+            scores[rest], positions[rest], params.rows(rest), sizes[1:]
+        )
     return tokens, gaps
 
 

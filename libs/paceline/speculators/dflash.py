@@ -329,6 +329,7 @@ class DflashDrafter(layer_drafter.CachedDrafter[DflashNet]):
             projections.append(layer.qkv[heads * self._config.head_dim :])
             norms.append(layer.qk_norm[heads:])
         self._context = torch.cat(projections)  # to keys and values of all layers
+        products.serve_matrices((self._fc, self._context))
         self._key_norms = torch.stack(norms)
 
     def propose(self, batch: base.DraftBatch, shape: base.DraftShape) -> base.Drafts:

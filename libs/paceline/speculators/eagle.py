@@ -146,6 +146,7 @@ class EagleDrafter(layer_drafter.LayerDrafter[EagleNet]):
         self._layer = loading.fuse_layer(net.config, tensors, "layers.0.", self._dtype, device)
         # The half of fc that reads the state, and its other half applied to every embedding.
         self._fc_hidden = fc[:, hidden:].contiguous()
+        products.serve_matrices((self._fc_hidden,))
         self._token_table = products.linear(self._target.embed, fc[:, :hidden], bias)
 
     def _true_features(self, hidden: Tensor) -> Tensor:

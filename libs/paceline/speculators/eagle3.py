@@ -338,6 +338,7 @@ class Eagle3Drafter(layer_drafter.LayerDrafter[Eagle3Net]):
             tensors[f"{name}.weight"].to(self._device, self._dtype)
             for name in ("fc", "midlayer.hidden_norm", "norm", "lm_head")
         )
+        products.serve_matrices((self._fc, self._head))
         # Its input_norm is that of the embedding.
         self._layer = loading.fuse_layer(
             net.config, tensors, "midlayer.", self._dtype, self._device

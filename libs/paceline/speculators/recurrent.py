@@ -26,7 +26,7 @@ from torch.nn import functional
 from paceline.config import Config
 from paceline.errors import InvalidInput, WeightsError
 from paceline.models import config, decoder
-from paceline.models.products import Linear, linear
+from paceline.models.products import Linear, linear, serve_matrices
 from paceline.speculators import base, net, net_drafter, packed
 
 NORM_EPS = 1e-6
@@ -275,6 +275,7 @@ class RecurrentDrafter(net_drafter.NetDrafter[RecurrentNet]):
 
     def _serve(self, net: RecurrentNet) -> None:
         self._net = copy.deepcopy(net).requires_grad_(False).to(self._device, self._dtype)
+        serve_matrices(one for one in self._net.parameters() if one.dim() == 2)
         self._weights = self._net.step_weights()
 
     def bind(self, target: decoder.DecoderWeights) -> None:

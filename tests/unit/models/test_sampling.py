@@ -11,6 +11,7 @@ import torch
 
 from paceline.models.sampling import (
     CANDIDATES,
+    MORE_CANDIDATES,
     DrawParams,
     NoiseStream,
     behavior_logprobs,
@@ -130,10 +131,12 @@ def test_masks_keep_exactly_the_tokens_they_name(
 
 
 @pytest.mark.parametrize("spread", [0.3, 4.0])  # most tokens of a row kept, or a few
+@pytest.mark.parametrize("more", [2 * CANDIDATES, MORE_CANDIDATES])
 def test_a_masked_draw_over_a_large_vocabulary_is_the_best_of_the_tokens_kept(
-    spread: float,
+    spread: float, more: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows with few and with many kept tokens, and rows without masks, in one batch."""
+    monkeypatch.setattr("paceline.models.sampling.MORE_CANDIDATES", more)
     rows, vocab = 24, 4 * CANDIDATES
     logits = spread * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(5))
     temperatures = [0.0 if row % 6 == 5 else 0.8 for row in range(rows)]

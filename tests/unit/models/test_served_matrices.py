@@ -14,6 +14,7 @@ from paceline.models.products import FORMS, MEASURED_ROWS, MOST_ROWS, ServedMatr
 
 OUTPUTS, INPUTS = 576, 512
 """A matrix just above FEWEST_BYTES."""
+Groups = dict[str, list[torch.Tensor]]
 
 
 @pytest.fixture(autouse=True)
@@ -28,8 +29,14 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def served(form: str, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_fastest_forms", lambda *_: [form] * len(MEASURED_ROWS))
+    monkeypatch.setattr(
+        products, "_fastest_forms", lambda groups, _: dict.fromkeys(groups, all_rows(form))
+    )
     products.serve_matrices([weight])
+
+
+def all_rows(form: str) -> list[str]:
+    return [form] * len(MEASURED_ROWS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -78,13 +85,22 @@ def test_new_numbers_in_a_served_storage_reach_its_packed_copy(
 ) -> None:
     weight, x = numbers(OUTPUTS, INPUTS), numbers(4, INPUTS, seed=1)
     served("packed", weight, monkeypatch)
-    products.linear(x, weight)
     weight.copy_(numbers(OUTPUTS, INPUTS, seed=2))
-    assert products.renew_copy(weight) == weight.nbytes
-    assert products.renew_copy(weight) == 0
+    products.renew_copy(weight)
     torch.testing.assert_close(
         products.linear(x, weight), functional.linear(x, weight), rtol=1e-5, atol=1e-3
     )
+
+
+def test_a_freed_copy_is_packed_again_for_a_later_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = numbers(OUTPUTS, INPUTS), numbers(4, INPUTS, seed=1)
+    served("packed", weight, monkeypatch)
+    before = products.linear(x, weight)
+    assert products.free_copy(weight) == weight.nbytes
+    assert products.free_copy(weight) == 0
+    products.renew_copy(weight)
+    assert products.free_copy(weight) == 0
+    assert torch.equal(products.linear(x, weight), before)
 
 
 def test_a_matrix_that_ends_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,9 +131,6 @@ def test_timing_draws_no_random_numbers_of_the_process() -> None:
 def test_without_onednn_a_matrix_is_served_in_the_other_forms(
     missing: str, dtype: torch.dtype, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(*_: object) -> torch.Tensor:
-        raise RuntimeError("this processor has no such product")
-
     weight = numbers(OUTPUTS, INPUTS).to(dtype)
     served("packed", weight, monkeypatch)  # the file may be that of a better processor
     monkeypatch.undo()
@@ -137,9 +150,9 @@ def test_a_container_with_little_memory_gets_no_second_copy(
 ) -> None:
     asked = list[list[str]]()
 
-    def forms(same: list[torch.Tensor], usable: list[str]) -> list[str]:
-        asked.append(usable)
-        return ["linear"] * len(MEASURED_ROWS)
+    def forms(groups: Groups, usable: dict[str, list[str]]) -> dict[str, list[str]]:
+        asked.extend(usable.values())
+        return dict.fromkeys(groups, all_rows("linear"))
 
     monkeypatch.setattr(products.processor, "GROUP_LIMIT", tmp_path / "memory.max")
     monkeypatch.setattr(products, "_fastest_forms", forms)
@@ -157,11 +170,11 @@ def test_choices_are_timed_once_and_a_damaged_file_is_no_choice(
         cache.parent.mkdir()
         cache.write_text(damage)
     timed = list[int]()
-    names = [*FORMS] * len(MEASURED_ROWS)
+    names = ([*FORMS] * len(MEASURED_ROWS))[: len(MEASURED_ROWS)]
 
-    def forms(same: list[torch.Tensor], usable: list[str]) -> list[str]:
-        timed.append(len(same))
-        return names[:13]
+    def forms(groups: Groups, usable: dict[str, list[str]]) -> dict[str, list[str]]:
+        timed.extend(map(len, groups.values()))
+        return dict.fromkeys(groups, names)
 
     monkeypatch.setattr(products, "_fastest_forms", forms)
     weights = [numbers(OUTPUTS, INPUTS, seed=seed) for seed in range(3)]
@@ -169,24 +182,38 @@ def test_choices_are_timed_once_and_a_damaged_file_is_no_choice(
     products.serve_matrices(weights)
     assert timed == [3]
     (kept,) = json.loads(cache.read_text())[products._machine()].values()
-    assert kept == names[:13]
+    assert kept == names
 
 
-def test_the_fastest_form_is_chosen_for_each_number_of_rows(
+def test_the_fastest_form_is_chosen_for_each_shape_and_number_of_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    now = [0.0]
-    costs = {"linear": 3.0, "blocks": 1.0, "packed": 2.0}
+    now, order = [0.0], list[tuple[str, int]]()
+    costs = {"linear": 3.0, "turned": 1.0, "packed": 2.0}
 
     def costing(name: str) -> products.Form:
         def compute(x: torch.Tensor, matrix: ServedMatrix) -> torch.Tensor:
-            now[0] += costs[name] * (len(x) if name == "blocks" else 1)
+            order.append((name, len(matrix.whole())))
+            now[0] += costs[name] * (len(x) if name == "turned" else 1)
+            # Another process takes the processor in the first passes.
+            now[0] += 50.0 * (len(order) < 10 and name == "turned")
             return x
 
         return compute
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    for name in costs:
-        monkeypatch.setitem(FORMS, name, costing(name))
-    chosen = products._fastest_forms([numbers(OUTPUTS, INPUTS)], list(costs))
-    assert chosen == ["blocks", "blocks", *["packed"] * 11]
+    for name in FORMS:
+        monkeypatch.setitem(FORMS, name, costing(name) if name in costs else refused)
+    groups = {
+        "wide": [numbers(OUTPUTS, INPUTS), numbers(OUTPUTS, INPUTS)],
+        "flat": [numbers(2 * OUTPUTS, INPUTS), numbers(2 * OUTPUTS, INPUTS)],
+    }
+    chosen = products._fastest_forms(groups, {"wide": [*costs], "flat": ["linear", "turned"]})
+    assert chosen["wide"] == ["turned", "turned", *all_rows("packed")[2:]]
+    assert chosen["flat"] == ["turned", "turned", "linear", *all_rows("linear")[3:]]
+    # A pass reads the matrices as a forward does, one layer after another.
+    assert [size for _, size in order[:4]] == [OUTPUTS, 2 * OUTPUTS] * 2
+
+
+def refused(*_: object) -> torch.Tensor:
+    raise RuntimeError("this processor has no such product")

@@ -91,7 +91,7 @@ class EngineWeights:
         """Free the policy's storages until `resume`; returns bytes."""
         self._released, freed = True, 0
         for tensor in in_place.storages(self.policy).values():
-            freed += tensor.nbytes + products.renew_copy(tensor)
+            freed += tensor.nbytes + products.free_copy(tensor)
             tensor.untyped_storage().resize_(0)  # other references keep the tensor's shape
         return freed
 
