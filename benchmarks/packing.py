@@ -20,7 +20,8 @@ from torch.nn.utils.rnn import pad_sequence
 from paceline.models.config import ModelConfig
 from paceline.services.drafter_trainer.rows.sample import FeatureSample, pack
 from paceline.speculators.eagle import EagleNet
-from paceline.speculators.net import Objective, eagle_loss
+from paceline.speculators.net import Objective
+from paceline.speculators.packed import PackedRow
 
 DEMO = ModelConfig(
     family="llama",
@@ -99,7 +100,18 @@ def padded_loss(net: EagleNet, samples: Sequence[FeatureSample]) -> Objective:
     causal = torch.ones(longest, longest, dtype=torch.bool).tril()
     positions = torch.arange(longest).expand(count, -1)
     features = net.features(states, tokens, positions, causal & there[:, None])
-    return eagle_loss(features.flatten(0, 1), targets.flatten(0, 1), net.head, valid.flatten())
+    flat = tokens.flatten()
+    row = PackedRow(
+        states=states.flatten(0, 1),
+        next_states=targets.flatten(0, 1),
+        next_tokens=flat,
+        draft_tokens=flat,
+        positions=positions.flatten(),
+        documents=torch.arange(count).repeat_interleave(longest),
+        valid=valid.flatten(),
+        lm_head_hash="",
+    )
+    return net.objective(features.flatten(0, 1), row)
 
 
 def compare(batches: int = 40, *, samples: int = 32, seed: int = 0) -> PackingRates:

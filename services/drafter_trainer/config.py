@@ -103,7 +103,7 @@ class DrafterTrainerConfig(ServiceConfig):
     micro_batch_ms: ClassVar[float] = 40.0
     """Target maximum of a micro-batch, milliseconds of a rank's own time."""
     micro_batch_bytes: ClassVar[int] = 64 << 20
-    """Maximum size of the hidden states of a micro-batch, bytes."""
+    """Maximum size of the hidden states and draft logits of a micro-batch, bytes."""
     micro_batches_per_step: int = Field(default=4, ge=1)
     """Micro-batches per optimiser step."""
     max_micro_batch_tokens: int = Field(default=1_024, ge=32)

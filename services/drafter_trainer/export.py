@@ -24,6 +24,7 @@ from paceline.speculators.eagle3 import Eagle3Net
 from paceline.speculators.kinds import SPECULATORS, find_kind, kind_of_checkpoint
 from paceline.speculators.net import DraftNet, net_of
 from paceline.speculators.recurrent import RecurrentNet
+from paceline.speculators.vocabulary import MAP_DTYPES
 
 
 class Format(StrEnum):
@@ -35,6 +36,8 @@ class Format(StrEnum):
     NATIVE = "native"
 
 
+HOT_VOCABULARY = "token_map.pt"
+"""The draft vocabulary of an EAGLE drafter for SGLang's --speculative-token-map."""
 Exported = tuple[dict[str, Any], dict[str, Tensor]]
 """config.json and tensors of a checkpoint of one format."""
 
@@ -80,11 +83,13 @@ def _cast(exported: Exported, dtype: torch.dtype | None) -> Exported:
 
 
 def _eagle_sglang(net: eagle.EagleNet, config: dict[str, Any], own: dict[str, Tensor]) -> Exported:
+    own, config = _with_whole_head(own, config)
     own.setdefault("fc.bias", own["fc.weight"].new_zeros(net.config.hidden_size))
     return {**config, "fc_bias": True}, own
 
 
 def _eagle_vllm(net: eagle.EagleNet, config: dict[str, Any], own: dict[str, Tensor]) -> Exported:
+    own, config = _with_whole_head(own, config)
     if bool(own.pop("fc.bias", torch.zeros(1)).any()):
         raise InvalidInput(
             "vLLM's EAGLE has no bias after fc", seen="fc.bias", allowed="fc_bias=false in training"
@@ -110,7 +115,18 @@ def _eagle3_vllm(net: Eagle3Net, config: dict[str, Any], own: dict[str, Tensor])
 
 def _described(net: DraftNet, config: dict[str, Any], own: dict[str, Tensor]) -> Exported:
     # The source may have the keys of dflash_config at its top, or its tensors under "model.".
-    return {**config, **net.config_json()}, own
+    own, config = _with_whole_head(own, {**config, **net.config_json()})
+    return config, own
+
+
+def _with_whole_head(
+    own: dict[str, Tensor], config: dict[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Without the draft vocabulary of a drafter with the target's head: engines read it from a file
+    of their own, or draft all tokens.
+    """
+    own = {name: one for name, one in own.items() if name not in MAP_DTYPES}
+    return own, {key: value for key, value in config.items() if key != "draft_vocab_size"}
 
 
 def _lstm_arctic(net: RecurrentNet, config: dict[str, Any], own: dict[str, Tensor]) -> Exported:
@@ -209,9 +225,12 @@ def export_checkpoint(
     kinds = [find_kind(speculator)] if speculator else SPECULATORS.values()
     kind = net_of(kind_of_checkpoint(source, kinds))
     # Its network reads it whole first, which is stricter than any loader.
-    exported = export_drafter(kind.read(source, target), raw, tensors, target, form, dtype)
+    net = kind.read(source, target)
+    exported = export_drafter(net, raw, tensors, target, form, dtype)
     config, made = exported
     out.mkdir(parents=True, exist_ok=True)
+    if form is Format.SGLANG and isinstance(net, eagle.EagleNet) and net.token_ids is not None:
+        torch.save(net.token_ids.tolist(), out / HOT_VOCABULARY)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if form is Format.ARCTIC:
         file = out / "pytorch_model.bin"

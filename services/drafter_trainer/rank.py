@@ -41,7 +41,9 @@ class Rank(trainer.DrafterTrainer):
 
     def __init__(self, config: DrafterTrainerConfig, ranks: group.RankLink) -> None:
         self.rank, self._target = ranks.rank, read_config(Path(config.model))
-        rows = store.RowStore(config.buffer, config.run.seed, config.micro_batch_bytes)
+        rows = store.RowStore(
+            config.buffer, config.run.seed, config.micro_batch_bytes, self._target.eos_token_ids
+        )
         rows.add_head(sample.load_policy_head(Path(config.model), 0))
         net = learner.initial_net(config, self._target)
         directory = Path(config.run.dir) / "checkpoints"

@@ -89,6 +89,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return _product(x, weight, bias)
 
 
+def linear_padded(x: Tensor, weight: Tensor) -> Tensor:
+    """`linear` of x [M, K], computed with the number of rows that is fastest."""
+    if spare := spare_rows(x):
+        x = functional.pad(x, (0, 0, 0, spare))
+    return linear(x, weight)[: len(x) - spare]
+
+
 def added(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """residual + x W^T, [M, N], of residual [M, N], x [M, K] and W [N, K], without gradients."""
     if (served := _served_matrix(x, weight)) is not None:

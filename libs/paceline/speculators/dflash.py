@@ -24,6 +24,7 @@ from paceline.errors import ConfigError, InvalidInput
 from paceline.models import cache, decoder, loading, products
 from paceline.models.config import ModelConfig, parse_config, read_count
 from paceline.speculators import base, kinds, layer_drafter, layer_net, net, net_drafter, packed
+from paceline.speculators.vocabulary import LimitedOptions, of_size, with_tokens
 
 KIND = kinds.SPECULATORS["dflash"]
 (ARCHITECTURE,) = KIND.architectures
@@ -62,7 +63,7 @@ JUDGED_TOGETHER = 16
 """Blocks per forward of `chain_states`; few, so that its caller can pause between two forwards."""
 
 
-class DflashOptions(Config):
+class DflashOptions(LimitedOptions):
     """Settings of a DFlash drafter."""
 
     block_size: int = Field(default=8, ge=2, le=LARGEST_BLOCK)
@@ -157,7 +158,7 @@ class DflashNet(layer_net.LayerNet):
             default_mask(target) if mask is None else mask,
             target.num_layers,
         )
-        return cls(shape, options, seed=seed)
+        return with_tokens(cls(shape, options, seed=seed), target)
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], target: ModelConfig, options: DflashOptions) -> Self:
@@ -190,7 +191,7 @@ class DflashNet(layer_net.LayerNet):
                 seen=asked,
                 allowed=shape.block_size,
             )
-        return cls(shape, options)
+        return of_size(cls(shape, options), raw)
 
     @property
     def drafts(self) -> int:
@@ -212,6 +213,7 @@ class DflashNet(layer_net.LayerNet):
                 "mask_token_id": self.shape.mask_token_id,
                 "target_layer_ids": [entered - 1 for entered in self.inner],
             },
+            **self.vocabulary_json(),
         }
 
     # ---- learning
@@ -224,10 +226,10 @@ class DflashNet(layer_net.LayerNet):
         policy drew all tokens up to its own. Positions are the blocks. Terms: loss_0, loss_1, ...
         without weights, and the number of correct first drafts.
         """
-        anchors = self.anchors(row)
+        row, anchors = row.taught(self.head), self.anchors(row)
         blocks, places, drafts = self._taught(row, anchors)
         logits = self.logits(self.states(row, anchors)[blocks, drafts])
-        losses, right = net.target_losses(logits, row, self.head, places, self.options.targets)
+        losses, right = net.target_losses(logits, row, places, self.options.targets, self.draft_ids)
         weights = torch.exp(-drafts / self.options.gamma)
         sums = losses.new_zeros(self.drafts).index_add(0, drafts, losses.detach())
         terms = {f"loss_{draft}": one for draft, one in enumerate(sums)}
@@ -235,9 +237,8 @@ class DflashNet(layer_net.LayerNet):
         return net.Objective((weights * losses).sum(), losses.new_tensor(len(anchors)), terms)
 
     def anchors(self, row: packed.PackedRow) -> Tensor:
-        """int64 [N], ascending: positions of the learned blocks. They are all drafting targets of
-        the row, or a random choice of blocks_per_row. The row's own tokens seed the choice, so a
-        repeated step learns the same.
+        """int64 [N], ascending: positions of the learned blocks: all drafting targets of the row,
+        or blocks_per_row of them by chance, seeded by its tokens: a repeated step learns the same.
         """
         found = row.valid.nonzero()[:, 0]
         most = self.options.blocks_per_row
@@ -293,9 +294,8 @@ class DflashNet(layer_net.LayerNet):
 class DflashDrafter(layer_drafter.CachedDrafter[DflashNet]):
     """The speculator "dflash": one forward for all drafts of a round.
 
-    Keys and values of the context are computed once per token and layer, and stay in the cache.
-    During drafting, the block's keys and values follow them in the cache. The next context rows
-    overwrite the part of the block that could still be visible.
+    Keys and values of the context stay in the cache. The block's own follow them during drafting,
+    until the next context rows overwrite them.
     """
 
     net = DflashNet
@@ -331,6 +331,7 @@ class DflashDrafter(layer_drafter.CachedDrafter[DflashNet]):
         self._context = torch.cat(projections)  # to keys and values of all layers
         products.serve_matrices((self._fc, self._context))
         self._key_norms = torch.stack(norms)
+        self._use_fast_products(self._stack, self._fc, self._context)
 
     def propose(self, batch: base.DraftBatch, shape: base.DraftShape) -> base.Drafts:
         """The most likely token at each position, or a tree of the most likely tokens; at most B -
@@ -341,14 +342,13 @@ class DflashDrafter(layer_drafter.CachedDrafter[DflashNet]):
         if lacking > 0:
             self._feed(batch, batch.slots, batch.lengths, lacking)
         shape = replace(shape, steps=min(shape.steps, self._net.drafts))
-        logits = products.linear(self._block_states(batch, shape.steps), self._target.head)
+        logits = products.linear(self._block_states(batch, shape.steps), self._head)
         if shape.topk > 1:
             levels = net_drafter.logprobs(logits)  # equal under all nodes of a level
-            return net_drafter.grow_tree(
-                levels[:, 0],
-                lambda beam: levels[:, beam.level, None].expand(-1, beam.tokens.shape[1], -1),
-                shape,
-            )
+            width = min(shape.topk, levels.shape[-1])
+            wide = levels[:, :, None].expand(-1, -1, width, -1)
+            tree = net_drafter.grow_tree(levels[:, 0], lambda beam: wide[:, beam.level], shape)
+            return self._with_ids(tree)
         if batch.sampler is not None:
             return self._chain(batch, shape, logits[:, 0], lambda step, tokens: logits[:, step])
         shares, tokens = torch.softmax(logits.float(), dim=-1).max(dim=-1)
@@ -357,7 +357,7 @@ class DflashDrafter(layer_drafter.CachedDrafter[DflashNet]):
             # The first level below the floor is still returned, as in drafters that stop there.
             kept = 1 + int((scores[:, :-1] >= shape.floor).any(0).sum())
             tokens, scores = tokens[:, :kept], scores[:, :kept]
-        return base.Drafts(tokens, scores)
+        return self._with_ids(base.Drafts(tokens, scores))
 
     def _block_states(self, batch: base.DraftBatch, steps: int) -> Tensor:
         """[B, steps, H]: the head's inputs at the first MASKs of every sequence's block."""

@@ -20,14 +20,14 @@ from paceline.config import Config
 from paceline.models import decoder, loading, products
 from paceline.models.config import ARCHITECTURES as TARGETS
 from paceline.models.config import ModelConfig, parse_config
-from paceline.speculators import kinds, layer_drafter, layer_net, net, packed
+from paceline.speculators import kinds, layer_drafter, layer_net, net, packed, vocabulary
 
 KIND = kinds.SPECULATORS["eagle"]
 ARCHITECTURES = dict(zip(TARGETS.values(), KIND.architectures, strict=True))
 """Family of the target -> architecture of its drafter."""
 
 
-class EagleOptions(Config):
+class EagleOptions(vocabulary.LimitedOptions):
     """Settings of an EAGLE drafter."""
 
     fc_bias: bool = False
@@ -84,7 +84,7 @@ class EagleNet(layer_net.ChainNet):
     @classmethod
     def fresh(cls, target: ModelConfig, options: EagleOptions, seed: int) -> Self:
         """See DraftNet.fresh."""
-        return cls(target, options, seed=seed)
+        return vocabulary.with_tokens(cls(target, options, seed=seed), target)
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], target: ModelConfig, options: EagleOptions) -> Self:
@@ -95,23 +95,37 @@ class EagleNet(layer_net.ChainNet):
         layer_net.check_one_layer(raw, target)
         options = options.model_copy(update={"fc_bias": bool(raw.get("fc_bias", False))})
         like = next(name for name, family in TARGETS.items() if family == target.family)
-        return cls(parse_config({**raw, "architectures": [like]}), options)
+        return vocabulary.of_size(cls(parse_config({**raw, "architectures": [like]}), options), raw)
 
     def config_json(self) -> dict[str, Any]:
         """See DraftNet.config_json."""
         described = layer_net.layer_config_json(self.config, ARCHITECTURES[self.config.family])
-        return described | {"fc_bias": self.options.fc_bias}
+        return described | {"fc_bias": self.options.fc_bias} | self.vocabulary_json()
 
     def forward(self, row: packed.PackedRow) -> net.Objective:
-        """See DraftNet.forward and net.eagle_loss."""
+        """See DraftNet.forward: EAGLE-1's objective (Li et al. 2024, section 3.3).
+
+        loss_t = feature_weight * mean_H SmoothL1(f_t - h_{t+1}) + token_weight * net.soft_losses
+
+        of outputs f_t at valid positions. Tokens are taught where the likeliest one is draftable.
+        """
         features, _, _ = next(self.unroll(row, 1))
-        return net.eagle_loss(
-            features,
-            row.next_states,
-            self.head,
-            row.valid,
-            feature_weight=self.options.feature_weight,
-            token_weight=self.options.token_weight,
+        return self.objective(features, row)
+
+    def objective(self, features: Tensor, row: packed.PackedRow) -> net.Objective:
+        """The loss of outputs [T, H] for a row, see forward."""
+        row, options = row.taught(self.head), self.options
+        predicted, wanted = features[row.valid], row.next_states[row.valid]
+        feature = functional.smooth_l1_loss(predicted, wanted, reduction="none").mean(dim=-1).sum()
+        places = (row.valid & self.draftable(row)).nonzero()[:, 0]
+        losses, right, _ = net.soft_losses(
+            self.logits(features[places]), row, places, self.draft_ids
+        )
+        token = losses.sum()
+        return net.Objective(
+            loss=options.feature_weight * feature + options.token_weight * token,
+            positions=row.valid.sum(),
+            terms={"feature": feature.detach(), "token": token.detach(), "correct": right.sum()},
         )
 
     def fused(self, states: Tensor) -> Tensor:
@@ -139,22 +153,22 @@ class EagleDrafter(layer_drafter.LayerDrafter[EagleNet]):
     net = EagleNet
 
     def _fuse(self, net: EagleNet) -> None:
-        device, hidden = self._device, self._config.hidden_size
         tensors = {name: value.detach() for name, value in net.state_dict().items()}
-        fc = tensors["fc.weight"].to(device, self._dtype)
-        bias = net.fc.bias.detach().to(device, self._dtype) if net.fc.bias is not None else None
-        self._layer = loading.fuse_layer(net.config, tensors, "layers.0.", self._dtype, device)
-        # The half of fc that reads the state, and its other half applied to every embedding.
-        self._fc_hidden = fc[:, hidden:].contiguous()
-        products.serve_matrices((self._fc_hidden,))
-        self._token_table = products.linear(self._target.embed, fc[:, :hidden], bias)
+        self._layer = loading.fuse_layer(
+            net.config, tensors, "layers.0.", self._dtype, self._device
+        )
+        self._fc = tensors["fc.weight"].to(self._device, self._dtype)
+        bias = tensors.get("fc.bias")
+        self._bias = None if bias is None else bias.to(self._device, self._dtype)
+        self._use_fast_products((self._layer,), self._fc)
 
     def _true_features(self, hidden: Tensor) -> Tensor:
         return hidden
 
     def _enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        x = products.added(self._token_table.index_select(0, tokens), features, self._fc_hidden)
+        embedded = functional.embedding(tokens, self._target.embed)
+        x = products.linear(torch.cat((embedded, features), dim=-1), self._fc, self._bias)
         return x, decoder.project_inputs(self._layer, x, self._config.rms_norm_eps)
 
     def _logits(self, features: Tensor) -> Tensor:
-        return products.linear(features, self._target.head)
+        return products.linear(features, self._head)

@@ -19,15 +19,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.config import Config
-from paceline.errors import InvalidInput, WeightsError
+from paceline.errors import InvalidInput
 from paceline.models import decoder, loading, products
 from paceline.models.config import ModelConfig, parse_config
-from paceline.speculators import kinds, layer_drafter, layer_net, net, packed
+from paceline.speculators import kinds, layer_drafter, layer_net, net, packed, vocabulary
 
 KIND = kinds.SPECULATORS["eagle3"]
 (ARCHITECTURE,) = KIND.architectures
-MAP_DTYPES = {"d2t": torch.int64, "t2d": torch.bool}
-"""The draft vocabulary's two tensors; all other tensors are weights."""
 
 _VARIANTS = (
     *("bias", "fc_norm", "use_aux_norm", "norm_before_fc", "norm_output"),
@@ -36,69 +34,11 @@ _VARIANTS = (
 """Switches of networks with other tensors or another recurrence; the published one has none."""
 
 
-def frequent_tokens(counts: Tensor, size: int) -> Tensor:
-    """The most frequent tokens: int64 [size] token ids, ascending. Among equal counts the lower id
-    is chosen.
-
-    counts int64 [V]: how often each token was a drafting target. Raises InvalidInput.
-    """
-    if not 0 < size <= len(counts):
-        raise InvalidInput("size of a draft vocabulary", seen=size, allowed=f"1 to {len(counts)}")
-    return counts.argsort(descending=True, stable=True)[:size].sort().values
-
-
-def token_maps(token_ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """d2t int64 [Vd], offsets: token id = draft id + d2t[draft id]; and t2d bool [V]. Both are from
-    ascending ids [Vd].
-    """
-    draft_ids = torch.arange(len(token_ids), device=token_ids.device)
-    drafted = torch.zeros(vocab_size, dtype=torch.bool, device=token_ids.device)
-    drafted[token_ids] = True
-    return token_ids - draft_ids, drafted
-
-
-def check_maps(d2t: Tensor, t2d: Tensor) -> None:
-    """Raises WeightsError when d2t leaves the vocabulary, is not ascending, or
-    disagrees with t2d.
-    """
-    token_ids = d2t + torch.arange(len(d2t), device=d2t.device)
-    outside = token_ids[(token_ids < 0) | (token_ids >= len(t2d))]
-    if len(outside):
-        raise WeightsError(
-            "d2t names a token outside the vocabulary",
-            seen=int(outside[0]),
-            allowed=f"< {len(t2d)}",
-        )
-
-    if bool((token_ids.diff() <= 0).any()):
-        raise WeightsError(
-            "d2t is not ascending", seen=token_ids[:8].tolist(), allowed="ascending token ids"
-        )
-
-    if not torch.equal(token_maps(token_ids, len(t2d))[1], t2d):
-        raise WeightsError(
-            "t2d and d2t name other tokens",
-            seen=f"t2d: {int(t2d.sum())} tokens",
-            allowed=f"the {len(d2t)} of d2t",
-        )
-
-
-def over_tokens(logits: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
-    """Logits [..., V] by token, from logits [..., Vd] of the tokens int64 [Vd]; -inf for all other
-    tokens.
-    """
-    full = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
-    full[..., token_ids] = logits
-    return full
-
-
-class Eagle3Options(Config):
+class Eagle3Options(vocabulary.LimitedOptions):
     """Settings of an EAGLE-3 drafter."""
 
     inner_layers: tuple[int, ...] = ()
     """Three decoder layers of the target whose inputs are read; none: 2, L/2 and L-3."""
-    draft_vocab_size: int | None = Field(default=None, ge=0)
-    """Tokens it can draft, once their frequencies are known; none or 0: all."""
     norm_before_residual: bool = False
     """The layer's residual is the normed state; SGLang knows false only."""
     ttt_steps: int = Field(default=7, ge=1, le=7)
@@ -146,11 +86,6 @@ class Eagle3Net(layer_net.ChainNet):
     kind: ClassVar[kinds.SpeculatorKind] = KIND
     Options: ClassVar[type[Config]] = Eagle3Options
 
-    d2t: Tensor
-    """int64 [Vd]: token id = draft id + d2t[draft id]."""
-    t2d: Tensor
-    """bool [V]: the token can be drafted."""
-
     def __init__(
         self,
         config: ModelConfig,
@@ -171,11 +106,7 @@ class Eagle3Net(layer_net.ChainNet):
         self.midlayer = Eagle3Layer(config, self.options.norm_before_residual)
         self.norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
         self.lm_head = products.Linear(hidden, draft_vocab_size or config.vocab_size, bias=False)
-        d2t, t2d = token_maps(
-            torch.arange(draft_vocab_size or config.vocab_size), config.vocab_size
-        )
-        self.register_buffer("d2t", d2t)
-        self.register_buffer("t2d", t2d)
+        self.limit(torch.arange(draft_vocab_size or config.vocab_size))
         layer_net.reset_weights(self, seed)
 
     @classmethod
@@ -217,17 +148,10 @@ class Eagle3Net(layer_net.ChainNet):
         before = {"norm_before_residual": bool(raw.get("norm_before_residual", False))}
         return cls(config, inner, options.model_copy(update=before), draft_vocab_size=size)
 
-    @property
-    def token_ids(self) -> Tensor:
-        """int64 [Vd]: the tokens it can draft, ascending."""
-        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
-
     @torch.no_grad()
     def choose_tokens(self, counts: Tensor) -> None:
-        """Limits drafts to the options.draft_vocab_size most frequent tokens. Call it before the
-        network is trained or sharded.
-
-        counts int64 [V]: how often each token was a drafting target. Raises InvalidInput.
+        """See LayerNet.choose_tokens; its own head keeps their rows. The choice is final, since
+        engines read an EAGLE-3 vocabulary at their start only. Raises InvalidInput for another one.
         """
         vocab_size = self.config.vocab_size
         if len(self.d2t) != vocab_size or len(counts) != vocab_size:
@@ -235,16 +159,15 @@ class Eagle3Net(layer_net.ChainNet):
             raise InvalidInput(
                 "a draft vocabulary is chosen once, of all tokens", seen=seen, allowed=vocab_size
             )
-
-        chosen = frequent_tokens(counts, self.options.draft_vocab_size or vocab_size).to(
-            self.d2t.device
-        )
-        head = products.Linear(self.config.hidden_size, len(chosen), bias=False).to(
-            self.lm_head.weight
-        )
+        size = vocabulary.draft_size(self.options.draft_vocab_size, vocab_size)
+        chosen = vocabulary.frequent_tokens(counts, size).to(self.d2t.device)
+        self.limit(chosen)
+        head = products.Linear(self.config.hidden_size, size, bias=False).to(self.lm_head.weight)
         head.weight.copy_(self.lm_head.weight[chosen])
         self.lm_head = head
-        self.d2t, self.t2d = token_maps(chosen, vocab_size)
+
+    def follow_tokens(self, counts: Tensor) -> None:
+        """No effect: see choose_tokens."""
 
     # ---- checkpoints
 
@@ -269,11 +192,6 @@ class Eagle3Net(layer_net.ChainNet):
             if name != "embed_tokens.weight"
         }
 
-    def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """See DraftNet.check; d2t and t2d must agree."""
-        loading.check_tensors(tensors, self.shapes(), MAP_DTYPES)
-        check_maps(tensors["d2t"], tensors["t2d"])
-
     # ---- learning
 
     def forward(self, row: packed.PackedRow) -> net.Objective:
@@ -284,24 +202,21 @@ class Eagle3Net(layer_net.ChainNet):
         drafting targets. `correct` and `alpha` are of the first draft, with tokens outside the
         draft vocabulary as misses.
         """
-        log_p, drafted = net.teacher_of(row.next_states, self.head, self.t2d)
-        taught = row.valid & drafted
+        row = row.taught(self.head)
+        taught = row.valid & self.draftable(row)
         loss, terms = row.next_states.new_zeros(()), {}
         for step, (features, there, inside) in enumerate(self.unroll(row, self.options.ttt_steps)):
             counted = inside & taught[there]
-            logits, wanted = self.logits(features[counted]), log_p[there[counted]]
-            losses, alpha = net.draft_losses(logits, wanted)
+            places = there[counted]
+            losses, right, alpha = net.soft_losses(
+                self.logits(features[counted]), row, places, self.draft_ids
+            )
             loss = loss + self.options.ttt_decay**step * losses.sum()
             terms[f"loss_{step}"] = losses.detach().sum()
             if step == 0:
-                terms["correct"] = (logits.argmax(-1) == wanted.argmax(-1)).sum()
-                terms["alpha"] = alpha.sum()
+                terms["correct"], terms["alpha"] = right.sum(), alpha.sum()
 
         return net.Objective(loss, row.valid.sum(), terms)
-
-    def draft_logits(self, step: int, states: Tensor) -> Tensor:
-        """See DraftNet.draft_logits."""
-        return over_tokens(self.logits(states), self.token_ids, self.config.vocab_size)
 
     def fused(self, states: Tensor) -> Tensor:
         """See ChainNet.fused."""
@@ -343,9 +258,8 @@ class Eagle3Drafter(layer_drafter.LayerDrafter[Eagle3Net]):
         self._layer = loading.fuse_layer(
             net.config, tensors, "midlayer.", self._dtype, self._device
         )
+        self._use_fast_products((self._layer,), self._fc)
         self._norm_before_residual = net.options.norm_before_residual
-        # The tokens of draft ids; None: the draft vocabulary is the target's.
-        self._drafted = None if net.t2d.all() else net.token_ids.to(self._device)
 
     def _true_features(self, hidden: Tensor) -> Tensor:
         return products.linear(hidden, self._fc)
@@ -362,10 +276,3 @@ class Eagle3Drafter(layer_drafter.LayerDrafter[Eagle3Net]):
 
     def _logits(self, features: Tensor) -> Tensor:
         return products.linear(self._normed(features, self._norm), self._head)
-
-    def _token_ids(self, draft_ids: Tensor) -> Tensor:
-        return draft_ids if self._drafted is None else self._drafted[draft_ids]
-
-    def _over_tokens(self, logits: Tensor) -> Tensor:
-        ids = self._drafted
-        return logits if ids is None else over_tokens(logits, ids, self._config.vocab_size)

@@ -5,7 +5,7 @@ the drafter's own features; the next catch-up overwrites those rows from true hi
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.errors import WeightsError
-from paceline.models import cache, decoder, rope
-from paceline.speculators import base, layer_net, net_drafter
+from paceline.models import cache, decoder, products, rope
+from paceline.speculators import base, layer_net, net_drafter, vocabulary
 
 LAG_ROWS = 8
 """A slot that lacks more rows than this catches up separately, so that other slots do not compute
@@ -28,6 +28,9 @@ Net = TypeVar("Net", bound=layer_net.LayerNet)
 
 class CachedDrafter(net_drafter.NetDrafter[Net]):
     """A speculator with a KV cache (see speculators/base.py for the methods)."""
+
+    _head: Tensor
+    """[Vd, H]: head of the draftable tokens, a slice of the target's if `_fuse` sets no other."""
 
     def __init__(self, setup: base.SpeculatorSetup) -> None:
         """Raises the errors of DraftNet.read and fresh, and DataLoss if the engine lacks the states
@@ -73,8 +76,29 @@ class CachedDrafter(net_drafter.NetDrafter[Net]):
     def _serve(self, net: Net) -> None:
         net.bind(self._target.embed, self._target.head)
         self._columns = net.reads.columns(self._layers, self._config.hidden_size)
-        self._fuse(net)
+        ids = net.token_ids
+        self._drafted = None if ids is None else ids.to(self._device)
+        head = self._target.head
+        self._head = head if ids is None else head.index_select(0, ids.to(self._device))
         self._net = net
+        self._fuse(net)
+
+    def _use_fast_products(self, layers: Iterable[decoder.LayerWeights], *more: Tensor) -> None:
+        """Measures products with these layers' matrices, with `more` and with the head's slice."""
+        own = [one for w in layers for one in (w.qkv, w.output, w.gate_up, w.down)]
+        slices = () if self._drafted is None else (self._head,)
+        products.serve_matrices(one for one in (*own, *more, *slices) if isinstance(one, Tensor))
+
+    def _token_ids(self, draft_ids: Tensor) -> Tensor:
+        return draft_ids if self._drafted is None else self._drafted[draft_ids]
+
+    def _with_ids(self, drafts: base.Drafts) -> base.Drafts:
+        return replace(drafts, tokens=self._token_ids(drafts.tokens))
+
+    def _over_tokens(self, logits: Tensor) -> Tensor:
+        ids = self._drafted
+        size = self._target.config.vocab_size
+        return logits if ids is None else vocabulary.over_tokens(logits, ids, size)
 
     def load_state(self, directory: Path) -> Net:
         """See NetDrafter.load_state. Keys and values of the old weights stay until their rows are
@@ -216,7 +240,7 @@ class LayerDrafter(CachedDrafter[Net]):
             return net_drafter.logprobs(self._logits(known))
 
         drafts = net_drafter.grow_tree(net_drafter.logprobs(self._logits(features)), expand, shape)
-        return replace(drafts, tokens=self._token_ids(drafts.tokens))
+        return self._with_ids(drafts)
 
     def _beam_block(
         self, batch: base.DraftBatch, bases: Tensor, beam: net_drafter.Beam, seen: Tensor

@@ -15,15 +15,13 @@ from torch.nn import functional
 from paceline.errors import ConfigError, DataLoss, InvalidInput
 from paceline.models import products, rope
 from paceline.models.config import ModelConfig, architecture
-from paceline.speculators import base, kinds, packed
-from paceline.speculators.net import DraftNet, check_fit
+from paceline.speculators import base, kinds, packed, vocabulary
+from paceline.speculators.net import check_fit
 
 
-class LayerNet(DraftNet):
+class LayerNet(vocabulary.LimitedNet):
     """A drafter's network of decoder layers: see DraftNet."""
 
-    config: ModelConfig
-    """Shape of a layer."""
     inner: tuple[int, ...] = ()
     """Target layers whose inputs it reads; none: it reads the last state."""
     depth = 1
@@ -42,8 +40,8 @@ class LayerNet(DraftNet):
         return base.CaptureSpec(self.inner, last=not self.inner)
 
     def logits(self, states: Tensor) -> Tensor:
-        """Logits [..., V] of its outputs [..., H]: those of the target's lm_head."""
-        return products.linear(states, self.head.to(states.dtype))
+        """Logits [..., Vd] of its outputs [..., H]: those of the target's lm_head."""
+        return products.linear_padded(states, self.drafted_head.to(states.dtype))
 
     def draft_logits(self, step: int, states: Tensor) -> Tensor:
         """See DraftNet.draft_logits."""

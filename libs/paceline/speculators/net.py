@@ -14,7 +14,6 @@ from jaxtyping import Bool, Float, Int
 from pydantic import ValidationError
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn import functional
 
 from paceline.config import Config
 from paceline.errors import ConfigError, InvalidInput, WeightsError
@@ -140,7 +139,17 @@ class DraftNet(nn.Module, ABC):
 
     @abstractmethod
     def draft_logits(self, step: int, states: Tensor) -> Tensor:
-        """Logits [N, V] of draft step + 1, -inf for tokens that it cannot draft."""
+        """Logits [N, draft ids] of draft step + 1, see `token_ids`."""
+
+    @property
+    def token_ids(self) -> Tensor | None:
+        """int64 [Vd], ascending: the tokens it can draft, by draft id; None: all."""
+        return None
+
+    def follow_tokens(self, counts: Tensor) -> None:
+        """Renews a draft vocabulary that may change between two versions, from counts int64 [V] of
+        the policy's tokens.
+        """
 
     def bind(self, embed: Tensor, head: Tensor) -> None:
         """Uses the target's embed_tokens [V, H] and lm_head [V, H] by reference."""
@@ -213,81 +222,87 @@ class DraftNet(nn.Module, ABC):
         return net
 
 
-def eagle_loss(
-    predicted: Float[Tensor, "T H"],
-    target: Float[Tensor, "T H"],
-    lm_head: Float[Tensor, "V H"],
-    valid: Bool[Tensor, " T"],
-    *,
-    feature_weight: float = 1.0,
-    token_weight: float = 0.1,
-) -> Objective:
-    """EAGLE-1 objective (Li et al. 2024, section 3.3), summed over the valid positions.
+class _SoftCrossEntropy(torch.autograd.Function):
+    """The cross-entropy of soft_losses with its gradient, computed in one pass over the logits."""
 
-    loss_t = feature_weight * mean_H SmoothL1(f_t - h_{t+1})
-           + token_weight * CE(softmax(W h_{t+1}), log_softmax(W f_t))
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, logits: Tensor, ids: Tensor, inside: Tensor, p: Tensor, rest: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        q = torch.softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        taught = q.gather(1, ids) * inside
+        q_rest = (1 - taught.sum(-1, keepdim=True)).clamp(min=_LEAST)
+        losses = -(p * taught.clamp(min=_LEAST).log()).sum(-1)
+        losses -= rest[:, 0] * q_rest.log()[:, 0]
+        # d/dx of a taught token is q - p, of another one q (1 - rest / q_rest).
+        share = rest / q_rest
+        gradient = q.mul_(1 - share).scatter_add_(1, ids, taught * share - p)
+        ctx.save_for_backward(gradient.to(logits.dtype))
+        ctx.mark_non_differentiable(taught)
+        return losses, taught
 
-    Row t of `predicted` is f_t, row t of `target` is h_{t+1}, both states that W = lm_head turns
-    into logits of token t+2. The head is not trained.
+    @staticmethod
+    def backward(ctx, of_losses: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
+        (gradient,) = ctx.saved_tensors
+        return (gradient * of_losses[:, None], None, None, None, None)
+
+
+_LEAST = 1e-9
+
+
+def soft_losses(
+    logits: Float[Tensor, "N Vd"],
+    row: packed.PackedRow,
+    places: Int[Tensor, " N"],
+    draft_ids: Int[Tensor, " V"] | None = None,
+) -> tuple[Float[Tensor, " N"], Bool[Tensor, " N"], Float[Tensor, " N"]]:
+    """From N drafts, the taught row with their targets at `places`, and draft ids by token (-1: not
+    draftable; None: token ids): the loss of each draft
+
+        -sum_v p'_v log q_v - r' log(1 - sum_v q_v)
+
+    over the policy's draftable likeliest tokens v, with q = softmax(logits) and p', r' in
+    proportion to p_v and to the mass r outside the likeliest tokens, with sum 1; whether the most
+    likely draft is the policy's most likely token; and the acceptance sum_v min(p_v, q_v).
+
+    If the likeliest tokens are all tokens, this is EAGLE-3's loss (Li et al. 2025, arXiv
+    2503.01840): missing mass can only be rejected and is not taught.
     """
-    predicted, target = predicted[valid], target[valid]
-    feature = functional.smooth_l1_loss(predicted, target, reduction="none").mean(dim=-1).sum()
-    predicted_logits, target_logits = predicted @ lm_head.T, target @ lm_head.T
-    log_q = torch.log_softmax(predicted_logits.float(), dim=-1)
-    token = -(torch.softmax(target_logits.float(), dim=-1) * log_q).sum()
-    correct = (predicted_logits.argmax(-1) == target_logits.argmax(-1)).sum()
-    return Objective(
-        loss=feature_weight * feature + token_weight * token,
-        positions=valid.sum(),
-        terms={"feature": feature.detach(), "token": token.detach(), "correct": correct},
-    )
-
-
-@torch.no_grad()
-def teacher_of(
-    states: Float[Tensor, "T H"], lm_head: Float[Tensor, "V H"], t2d: Bool[Tensor, " V"]
-) -> tuple[Float[Tensor, "T Vd"], Bool[Tensor, " T"]]:
-    """From the target's last hidden states: its log p of the Vd draftable tokens (mask t2d), and
-    whether its most likely token is draftable. p is not renormalised: the missing mass can only be
-    rejected.
-    """
-    log_p = torch.log_softmax((states @ lm_head.T.to(states.dtype)).float(), dim=-1)
-    return log_p[:, t2d], t2d[log_p.argmax(-1)]
-
-
-def draft_losses(
-    logits: Float[Tensor, "N Vd"], log_p: Float[Tensor, "N Vd"]
-) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-    """Loss -sum_v p'_v log q_v of each position (EAGLE-3, Li et al. 2025, arXiv 2503.01840), and
-    its acceptance sum_v min(p_v, q_v), without gradient.
-
-    q = softmax(logits); p as in teacher_of; p' = p / sum_v p_v over the draftable tokens v.
-    """
-    log_q = torch.log_softmax(logits.float(), dim=-1)
-    alpha = torch.minimum(log_p, log_q.detach()).exp().sum(-1)
-    return -(torch.softmax(log_p, dim=-1) * log_q).sum(-1), alpha
+    assert row.top_tokens is not None
+    assert row.top_logp is not None
+    tokens, p = row.top_tokens[places].long(), row.top_logp[places].exp()
+    ids = tokens if draft_ids is None else draft_ids[tokens]
+    rest = (1 - p.sum(-1, keepdim=True)).clamp(min=0)
+    if row.top_tokens.shape[1] == (logits.shape[1] if draft_ids is None else len(draft_ids)):
+        rest = torch.zeros_like(rest)
+    inside, ids, right = ids >= 0, ids.clamp(min=0), logits.argmax(-1) == ids[:, 0]
+    p = p * inside
+    mass = (p.sum(-1, keepdim=True) + rest).clamp(min=_LEAST)
+    losses, q = _SoftCrossEntropy.apply(logits, ids, inside, p / mass, rest / mass)
+    return losses, right & inside[:, 0], torch.minimum(p, q).sum(-1)
 
 
 def target_losses(
-    logits: Float[Tensor, "M V"],
+    logits: Float[Tensor, "M Vd"],
     row: packed.PackedRow,
-    head: Float[Tensor, "V H"],
     places: Int[Tensor, " M"],
     targets: Targets,
+    draft_ids: Int[Tensor, " V"] | None = None,
 ) -> tuple[Float[Tensor, " M"], Bool[Tensor, " M"]]:
-    """Cross-entropy of each draft to the target at its place in the row, the policy's token or its
-    distribution softmax(head h); and whether the most likely token is the target's drawn or most
-    likely one.
+    """Cross-entropy of each draft to the target at its place in the taught row, the policy's token
+    or its distribution (`soft_losses`); and whether the most likely token is the target's drawn or
+    most likely one. A token that cannot be drafted is not taught.
     """
-    log_q = torch.log_softmax(logits.float(), dim=-1)
-    if targets == "drawn":
-        tokens = row.draft_tokens[places]
-        return -log_q.gather(1, tokens[:, None])[:, 0], log_q.argmax(-1) == tokens
-    # Each distribution is computed once, even if several blocks draft the same token.
-    needed, which = places.unique(return_inverse=True)
-    states = row.next_states[needed]
-    p = torch.softmax((states @ head.T.to(states.dtype)).float(), dim=-1)[which]
-    return -(p * log_q).sum(-1), log_q.argmax(-1) == p.argmax(-1)
+    if targets == "distribution":
+        losses, right, _ = soft_losses(logits, row, places, draft_ids)
+        assert row.top_tokens is not None
+        tokens = row.top_tokens[places, 0].long()
+    else:
+        log_q, tokens = torch.log_softmax(logits.float(), dim=-1), row.draft_tokens[places]
+        ids = tokens if draft_ids is None else draft_ids[tokens]
+        losses = -log_q.gather(1, ids.clamp(min=0)[:, None])[:, 0]
+        right = log_q.argmax(-1) == ids
+    return losses if draft_ids is None else losses * (draft_ids[tokens] >= 0), right
 
 
 def check_fit(raw: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

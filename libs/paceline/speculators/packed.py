@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from paceline.models import products
+
 _BLOCK = 64
 """Least number of positions in an attention block: smaller blocks cost more calls than they save
 products.
@@ -46,6 +48,12 @@ class PackedRow:
     lm_head_hash: str
     layers: str = "last"
     """Content of `states`, see CaptureSpec.layers."""
+    top_tokens: Tensor | None = None
+    """int32 [T, k]: the policy's most likely tokens t + 2, most likely first; None: not computed
+    yet (`taught`).
+    """
+    top_logp: Tensor | None = None
+    """fp32 [T, k]: their log-probs."""
 
     def __len__(self) -> int:
         return len(self.next_tokens)
@@ -55,6 +63,13 @@ class PackedRow:
         held = ((one.name, getattr(self, one.name)) for one in fields(self))
         new: dict[str, Any] = {name: change(name, t) for name, t in held if isinstance(t, Tensor)}
         return replace(self, **new)
+
+    def taught(self, head: Tensor) -> PackedRow:
+        """The row with its targets by the policy's lm_head [V, H]: itself if it has them."""
+        if self.top_tokens is not None:
+            return self
+        tokens, logp = likeliest(self.next_states, head)
+        return replace(self, top_tokens=tokens, top_logp=logp)
 
     def padded(self, spare: int) -> PackedRow:
         """The same row followed by a document of `spare` positions without targets."""
@@ -78,6 +93,30 @@ class PackedRow:
     def mask(self) -> Tensor:
         """bool [T, T], True if query t may see key s: s is t or earlier in its document."""
         return (self.documents[:, None] == self.documents).tril()
+
+
+TOP = 64
+"""Likeliest tokens of a target; the mass of all others is one number."""
+_TOGETHER = 8 << 20
+"""Logits in memory at once."""
+
+
+@torch.no_grad()
+def likeliest(states: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+    """The TOP most likely tokens, int32 [N, k], and their log-probs, fp32 [N, k], of the policy's
+    last hidden states [N, H] under its lm_head [V, H]; k is V for smaller vocabularies.
+    """
+    count = min(TOP, len(head))
+    rows = max(products.FEWEST_ROWS, _TOGETHER // len(head) // products.STEP * products.STEP)
+    parts = [_likeliest(part, head, count) for part in states.split(rows)]
+    tokens, logp = zip(*parts, strict=True)
+    return torch.cat(tokens), torch.cat(logp)
+
+
+def _likeliest(states: Tensor, head: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    logits = products.linear_padded(states.to(head.dtype), head).float()
+    top = logits.topk(count, dim=-1)
+    return top.indices.int(), top.values - logits.logsumexp(-1, keepdim=True)
 
 
 def packed_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:

@@ -192,6 +192,7 @@ class RecurrentNet(net.DraftNet):
         policy did not draw. With `targets` "distribution", softmax(lm_head h_{t+1}) is learned.
         Terms: loss_0, loss_1, ..., and the number of correct first drafts.
         """
+        row = row.taught(self.target_head)
         index = row.valid.nonzero()[:, 0]
         state = self.start(self._last(row)[index])
         terms: dict[str, Tensor] = {}
@@ -205,7 +206,7 @@ class RecurrentNet(net.DraftNet):
             at = there[index]
             state = self.advance(weights, tuple(part[kept] for part in state), row.next_tokens[at])
             losses, right = net.target_losses(
-                linear(state[0], weights.head), row, self.target_head, at, self.options.targets
+                linear(state[0], weights.head), row, at, self.options.targets
             )
             total = total + losses.sum()
             terms[f"loss_{step}"] = losses.detach().sum()

@@ -112,12 +112,10 @@ def survival_in_pieces(
     each piece of `pace`.
     """
     net.bind(head.embed_tokens, head.lm_head)
-    # Row t: log p of token t + 2.
-    target = torch.empty(len(row), len(head.lm_head), dtype=torch.float64)
+    policy = _Policy(row, head.lm_head, net.token_ids, temperature)
     for part in pace.cut(slice(0, len(row)), PolicyHead):
         with pace.measured(part, PolicyHead):
-            logits = row.next_states[part] @ head.lm_head.T
-            target[part] = (logits.double() / temperature).log_softmax(-1)
+            policy.measure(part)
         yield
     drawn = row.valid
     reached = torch.ones(len(row), dtype=torch.float64)
@@ -131,13 +129,7 @@ def survival_in_pieces(
             with pace.measured(part, type(net)):
                 own = slice(part.start - at.start, part.stop - at.start)
                 logits = net.draft_logits(step, states[own])
-                tokens = row.draft_tokens[there[part]].clamp(min=0)
-                if sampled:
-                    heated = logits.double() / temperature
-                    alpha, follows = _sampled(heated, target[there[part]], tokens)
-                else:
-                    drafts = logits.argmax(-1)
-                    alpha, follows = target[there[part], drafts].exp(), (drafts == tokens).double()
+                alpha, follows = (policy.sampled if sampled else policy.greedy)(logits, there[part])
                 found[part] = reached[part] * alpha * possible[part]
                 reached[part] *= follows * possible[part]
             yield
@@ -145,12 +137,43 @@ def survival_in_pieces(
     return torch.stack([*survival.values()], dim=1)[drawn]
 
 
-def _sampled(logits: Tensor, target: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """alpha and w of N sampled drafts, each float64 [N], from logits and log p [N, V]."""
-    log_q = logits.log_softmax(-1)
-    alpha = torch.minimum(target, log_q).exp().sum(-1)
-    here = tokens[:, None]
-    return alpha, (log_q.gather(1, here) - target.gather(1, here)).clamp(max=0).exp()[:, 0]
+class _Policy:
+    """p of token t + 2 at each row t, computed for drafted tokens; ids int64 [Vd]: the tokens that
+    can be drafted; None: all.
+    """
+
+    def __init__(
+        self, row: PackedRow, head: Tensor, ids: Tensor | None, temperature: float
+    ) -> None:
+        self._row, self._head, self._ids, self._temperature = row, head, ids, temperature
+        self._log_z = torch.empty(len(row), dtype=torch.float64)
+
+    def measure(self, part: slice) -> None:
+        """Computes log sum exp of the logits of these rows, over all tokens."""
+        logits = self._row.next_states[part] @ self._head.T
+        self._log_z[part] = (logits.double() / self._temperature).logsumexp(-1)
+
+    def greedy(self, logits: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """alpha and w of N greedy drafts, each float64 [N], from logits [N, Vd] and rows [N]."""
+        drafts = logits.argmax(-1) if self._ids is None else self._ids[logits.argmax(-1)]
+        own = (self._row.next_states[places] * self._head[drafts]).sum(-1).double()
+        alpha = (own / self._temperature - self._log_z[places]).clamp(max=0).exp()
+        return alpha, (drafts == self._row.draft_tokens[places]).double()
+
+    def sampled(self, logits: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """The same of N sampled drafts."""
+        log_q = (logits.double() / self._temperature).log_softmax(-1)
+        head = self._head if self._ids is None else self._head[self._ids]
+        own = (self._row.next_states[places] @ head.T).double() / self._temperature
+        log_p = own - self._log_z[places, None]
+        tokens = self._row.draft_tokens[places].clamp(min=0)
+        here, known = tokens, torch.ones_like(tokens, dtype=torch.bool)
+        if self._ids is not None:
+            here = torch.searchsorted(self._ids, tokens).clamp(max=len(self._ids) - 1)
+            known = self._ids[here] == tokens
+        here = here[:, None]
+        follows = (log_q.gather(1, here) - log_p.gather(1, here)).clamp(max=0).exp()[:, 0]
+        return torch.minimum(log_p, log_q).exp().sum(-1), follows * known
 
 
 class GateJob:

@@ -101,7 +101,9 @@ class PublishGate:
         candidates = list[round.DrafterState]()
         if not self.frozen and self._learner.total_steps:
             announce("snapshot", self._learner.members)
-            candidates = [round.DrafterState(self.next_version, self._learner.snapshot())]
+            candidates = [
+                round.DrafterState(self.next_version, self._learner.snapshot(self._rows.counts))
+            ]
         self._round = self._round_of(samples, heads, candidates)
 
     def _round_of(

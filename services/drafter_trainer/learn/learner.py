@@ -296,10 +296,17 @@ class DrafterLearner:
             self._bound = None
             self._sharded.offload()
 
-    def snapshot(self) -> DraftNet:
+    def snapshot(self, counts: Tensor | None = None) -> DraftNet:
         """A whole, unsharded copy of the present drafter with its averaged weights, on rank 0.
         Collective over the members.
+
+        counts: rank 0's int64 [V] of the policy's tokens, which renew the draft vocabulary.
         """
+        if (present := self.sharded.net.token_ids) is not None:
+            size = len(self.sharded.net.get_buffer("t2d"))
+            shared = torch.zeros(size, dtype=torch.int64) if counts is None else counts.clone()
+            dist.broadcast(shared, 0, group=self.members.group)
+            self.sharded.net.follow_tokens(shared.to(present.device))
         tensors: dict[str, Any] = get_model_state_dict(self.sharded.net, options=_FULL)
         averaged = self.sharded.averaged()
         copy = self._whole.twin()

@@ -139,6 +139,7 @@ def hand_out(rows: Sequence[PackedRow], members: Members) -> PackedRow:
     announce("row", members)
     for rank, row in enumerate(rows[1:], start=1):
         held = {field.name: getattr(row, field.name) for field in fields(row)}
+        held = {k: v for k, v in held.items() if v is not None}
         texts = {k: torch.tensor([*v.encode()]) for k, v in held.items() if isinstance(v, str)}
         data = save(held | texts)
         dist.send(torch.tensor(len(data)), rank)

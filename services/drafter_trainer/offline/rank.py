@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from paceline.errors import ConfigError, InvalidInput, PacelineError
 from paceline.models.config import read_config
 from paceline.models.loading import DTYPES
+from paceline.models.products import spare_rows
 from paceline.ranks.group import RankLink
 from paceline.services.drafter_trainer.config import FIXED, OfflineConfig
 from paceline.services.drafter_trainer.gate.evaluate import GREEDY, chain_survival
@@ -43,6 +44,8 @@ from paceline.training.process import COLLECTIVE_S, from_all_ranks, join_ranks
 Report = Callable[[dict[str, Any]], None]
 FAREWELL_S = 10.0
 OPEN_ROWS = 32
+STATE_BYTES = 1 << 30
+"""Most bytes of states and targets that are kept for further passes over the data."""
 DRAFTS = 5
 """Drafts of an evaluated chain."""
 
@@ -66,6 +69,8 @@ class OfflineRun:
         self._policy = lm.model.requires_grad_(requires_grad=False).eval()
         for part in (*lm.model.layers, lm.model):
             fully_shard(part, mesh=self._members.mesh)
+        self._states: dict[int, FeatureSample] = {}  # by identity of the example
+        self._room = STATE_BYTES
         self._train, self._heldout = split(samples, config.heldout_share, config.seed)
         # A number of ranks with another number of rows per step would skip or repeat rows.
         self._settings = config.model_dump(mode="json", include=FIXED) | {
@@ -104,7 +109,20 @@ class OfflineRun:
         return self.step >= self.steps
 
     def _packed(self, row: Sequence[data.Example], random: np.random.Generator) -> PackedRow:
-        return packed_row(self._policy, self._head, self._capture, row, self._config.window, random)
+        """A random window of each sequence. Collective: all ranks compute states if one lacks
+        some.
+        """
+        window = self._config.window
+        known = [self._states.get(id(one)) for one in row]
+        found = [one for one in known if one is not None]
+        if any(from_all_ranks(len(found) < len(row))):
+            found = captured(self._policy, self._head, self._capture, row)
+            for one, sample in zip(row, found, strict=True):
+                if sample.nbytes <= self._room and id(one) not in self._states:
+                    self._states[id(one)] = sample
+                    self._room -= sample.nbytes
+        packed = pack([one.window(window, random) for one in found], window=window)
+        return packed.padded(spare) if (spare := spare_rows(packed.states)) else packed
 
     def _train_step(self, rows: Sequence[Sequence[data.Example]]) -> None:
         """One optimiser step over the rows of all ranks, with a line in the log."""
@@ -223,15 +241,10 @@ def rows_of(
 
 
 @torch.no_grad()
-def packed_row(
-    policy: Any,
-    head: PolicyHead,
-    capture: base.CaptureSpec,
-    row: Sequence[data.Example],
-    window: int,
-    random: np.random.Generator,
-) -> PackedRow:
-    """A random window of each sequence with the states of transformers' `policy`. Collective.
+def captured(
+    policy: Any, head: PolicyHead, capture: base.CaptureSpec, row: Sequence[data.Example]
+) -> list[FeatureSample]:
+    """Each sequence with the states of transformers' `policy` and its targets. Collective.
 
     A position that does not continue its left neighbour's starts a new document; transformers
     masks attention between documents.
@@ -257,7 +270,7 @@ def packed_row(
     ).last_hidden_state
     for hook in hooks:
         hook.remove()
-    states = torch.cat([*(entering[layer] for layer in capture.inner), last], dim=-1)[0].float()
+    states = torch.cat([*(entering[layer] for layer in capture.inner), last], dim=-1)[0]
     samples = [
         FeatureSample(
             session="",
@@ -269,10 +282,12 @@ def packed_row(
             generated=torch.from_numpy(one.mask),
             hidden_size=head.lm_head.shape[1],
             layers=capture.layers,
-        ).window(window, random)
-        for part, ids, one in zip(states.split(lengths), tokens, row, strict=True)
+        )
+        for part, ids, one in zip(states.bfloat16().split(lengths), tokens, row, strict=True)
     ]
-    return pack(samples, window=window)
+    for sample in samples:
+        sample.teach(head)
+    return samples
 
 
 def split(
@@ -321,7 +336,9 @@ def train(config: OfflineConfig, report: Report, stopping: Callable[[], bool]) -
     choose = getattr(net, "choose_tokens", None)
     if choose is not None and config.start is None:  # a reduced vocabulary
         drafted = np.concatenate([one.token_ids[2:][one.mask[2:]] for one in kept])
-        choose(torch.from_numpy(np.bincount(drafted, minlength=target.vocab_size)))
+        counts = np.bincount(drafted, minlength=target.vocab_size)
+        counts[list(target.eos_token_ids)] += len(drafted)
+        choose(torch.from_numpy(counts))
     return OfflineRun(config, net, lm, kept, report).run(stopping)
 
 

@@ -137,12 +137,20 @@ class FeatureBuffer:
                     self.dropped[reason] += 1
                     SAMPLES_DROPPED.record(reason=reason)
 
-    def draw(self, tokens: int, *, known: Iterable[str], at_least: int = 1) -> list[FeatureSample]:
+    def draw(
+        self,
+        tokens: int,
+        *,
+        known: Iterable[str],
+        at_least: int = 1,
+        teach: Callable[[FeatureSample], None] = lambda sample: None,
+    ) -> list[FeatureSample]:
         """Draws samples of one of the `known` policy heads, about `tokens` positions, without
         replacement.
 
         Returns at least `at_least` samples; heads with fewer are left out. Empty without a usable
-        sample. A sample longer than the window gives a random stretch.
+        sample. A sample longer than the window gives a random stretch. `teach` is called for each
+        whole sample before.
 
         A head is drawn with probability proportional to recency ** (number of newer heads) * its
         positions. So a micro-batch needs one head, and old versions fade. Until this step has
@@ -157,7 +165,7 @@ class FeatureBuffer:
             held = [sample for sample in self._long if sample.step == self._previous_step]
             group = self._of_one_head(held, heads, at_least)
         group = group or self._of_one_head(self, heads, at_least)
-        return self._some(group, tokens, at_least)
+        return self._some(group, tokens, at_least, teach)
 
     def _of_one_head(
         self, samples: Iterable[FeatureSample], heads: set[str], at_least: int
@@ -181,15 +189,20 @@ class FeatureBuffer:
         return groups[int(self._random.choice(len(groups), p=weights / weights.sum()))]
 
     def _some(
-        self, group: Sequence[FeatureSample], tokens: int, at_least: int
+        self,
+        group: Sequence[FeatureSample],
+        tokens: int,
+        at_least: int,
+        teach: Callable[[FeatureSample], None],
     ) -> list[FeatureSample]:
         drawn, room = list[FeatureSample](), tokens
         for index in self._random.permutation(len(group)):
-            sample = group[index].window(self._config.window, self._random)
-            room -= sample.positions
+            sample = group[index]
+            room -= min(sample.positions, self._config.window)
             if len(drawn) >= at_least and room < 0:
                 break
-            drawn.append(sample)
+            teach(sample)
+            drawn.append(sample.window(self._config.window, self._random))
         return drawn
 
     def fresh(

@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.errors import DataLoss, InvalidInput, PacelineError
 from paceline.models.config import ModelConfig
 from paceline.models.loading import weight_files
-from paceline.speculators.packed import PackedRow
+from paceline.speculators.packed import TOP, PackedRow, likeliest
 from paceline.streams import FeatureBatch
 from paceline.tensors import head_hash
 from paceline.weights.manifest import check_spooled
@@ -78,7 +78,7 @@ def read_spooled_head(path: Path, policy_version: int, target: ModelConfig) -> P
 _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FeatureSample:
     """Rows of one finished request: R rows at tokens 0..R-1; the last token has none."""
 
@@ -86,7 +86,8 @@ class FeatureSample:
     step: int
     policy_version: int
     lm_head_hash: str
-    # [R, W] as captured; the last hidden_size columns are the state after the final norm
+    # [R, W] as captured (engines: bfloat16); the last hidden_size columns are the state after the
+    # final norm
     hidden: Tensor
     token_ids: Tensor  # [R + 1] int64
     generated: Tensor  # [R + 1] bool: tokens that may be a drafting target
@@ -95,6 +96,8 @@ class FeatureSample:
     group: str = ""  # group of siblings; their sequences may begin alike
     temperature: float = 1.0  # of the draws
     traceparent: str = ""  # of the stream entry
+    # int32 and fp32 [R, k], see PackedRow; None until `teach`
+    top: tuple[Tensor, Tensor] | None = None
 
     @property
     def siblings(self) -> str:
@@ -109,21 +112,40 @@ class FeatureSample:
     @property
     def targets(self) -> int:
         """Drafting targets of the sequence: drawn tokens from the third on."""
-        return int(self.generated[2:].sum())
+        return len(self.drawn)
+
+    @property
+    def drawn(self) -> Tensor:
+        """int64: the drafting targets."""
+        return self.token_ids[2:][self.generated[2:]]
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
-        return self.hidden.nbytes + self.token_ids.nbytes + self.generated.nbytes
+        """Size in bytes, with its targets."""
+        targets = len(self.hidden) * TOP * 8
+        return self.hidden.nbytes + self.token_ids.nbytes + self.generated.nbytes + targets
+
+    def teach(self, head: PolicyHead) -> None:
+        """Computes its targets, once for all its later uses."""
+        if self.top is None:
+            rows = self.generated[1:].nonzero()[:, 0]
+            found = likeliest(self.hidden[rows, -self.hidden_size :].float(), head.lm_head)
+            tokens, logp = (
+                one.new_zeros(len(self.hidden), one.shape[1]).index_copy_(0, rows, one)
+                for one in found
+            )
+            self.top = tokens, logp
 
     def cut(self, start: int, length: int) -> FeatureSample:
         """A copy of training positions start .. start + length - 1."""
         rows = length + 1
+        part = slice(start, start + rows)
         return replace(
             self,
-            hidden=self.hidden[start : start + rows].clone(),
+            hidden=self.hidden[part].clone(),
             token_ids=self.token_ids[start : start + rows + 1].clone(),
             generated=self.generated[start : start + rows + 1].clone(),
+            top=None if self.top is None else (self.top[0][part], self.top[1][part]),
         )
 
     def window(self, length: int, random: np.random.Generator) -> FeatureSample:
@@ -216,6 +238,9 @@ def pack(samples: Sequence[FeatureSample], *, window: int) -> PackedRow:
                 "valid": sample.generated[2:],
             }
         )
+        if sample.top is not None:
+            tokens, logp = (one[1:] for one in sample.top)
+            parts[-1] |= {"top_tokens": tokens, "top_logp": logp}
 
     return PackedRow(
         **{name: torch.cat([part[name] for part in parts]) for name in parts[0]},

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from paceline import telemetry
 from paceline.errors import DataLoss, ResourceExhausted, Unavailable
@@ -25,10 +26,12 @@ from paceline.services.drafter_trainer.rows.sample import (
     sample_from,
 )
 from paceline.speculators.packed import PackedRow
+from paceline.speculators.vocabulary import DEFAULT_SIZE
 from paceline.streams import Entry, RedisStream, decode_features
 from paceline.telemetry import names, span
 
 KEPT_HEADS = 4
+_ALWAYS = 1 << 40
 READY = 4
 """Batches packed before a lease begins."""
 
@@ -48,8 +51,13 @@ class RowStore:
     trains.
     """
 
-    def __init__(self, config: BufferConfig, seed: int, batch_bytes: int) -> None:
-        """`batch_bytes`: most bytes of captured states in a row."""
+    def __init__(
+        self, config: BufferConfig, seed: int, batch_bytes: int, kept: Sequence[int] = ()
+    ) -> None:
+        """`batch_bytes`: most bytes of captured states in a row. `kept`: tokens that a draft
+        vocabulary must have.
+        """
+        self._kept, self._counts = list(kept), torch.zeros(0, dtype=torch.int64)
         self._config, self._batch_bytes = config, batch_bytes
         self.heads: dict[str, PolicyHead] = {}  # by hash, newest last; the newest KEPT_HEADS
         self._buffer = FeatureBuffer(config, seed)
@@ -68,14 +76,26 @@ class RowStore:
         """
         with self._changed:
             for sample in samples:
+                if vocabulary := len(self._counts):
+                    self._counts += torch.bincount(sample.drawn, minlength=vocabulary)
                 self._buffer.add(sample)
-                self._position_bytes = 4 * (sample.hidden.shape[1] + sample.hidden_size)
+                # states, and logits of the draftable tokens with their gradients
+                numbers = sample.hidden.shape[1] + sample.hidden_size
+                self._position_bytes = 4 * (numbers + 2 * min(vocabulary, DEFAULT_SIZE))
             self._forget_stale()
             if self._resting:
                 self._prepare()
             self._changed.notify_all()
 
     # --- the thread that trains -------------------------------------------------------------------
+
+    @property
+    def counts(self) -> Tensor:
+        """int64 [V]: how often each token was a drafting target so far; of tokens to keep, more."""
+        with self._changed:
+            counts = self._counts.clone()
+        counts[self._kept] = _ALWAYS
+        return counts
 
     def add_head(self, head: PolicyHead) -> None:
         """Adds a head as the newest. Rows of dropped heads and earlier packed batches are
@@ -84,6 +104,8 @@ class RowStore:
         with self._changed:
             self.heads.pop(head.hash, None)
             self.heads[head.hash] = head
+            if not len(self._counts):
+                self._counts = torch.zeros(len(head.lm_head), dtype=torch.int64)
             while len(self.heads) > KEPT_HEADS:
                 del self.heads[next(iter(self.heads))]
             self._ready.clear()
@@ -130,7 +152,9 @@ class RowStore:
     def _draw(self) -> PackedBatch | None:
         ranks, tokens = self.shape()
         tokens = min(tokens, max(1, self._batch_bytes // self._position_bytes))
-        samples = self._buffer.draw(tokens * ranks, known=self.heads, at_least=ranks)
+        samples = self._buffer.draw(
+            tokens * ranks, known=self.heads, at_least=ranks, teach=self._teach
+        )
         if not samples:
             return None
         head = self.heads[samples[0].lm_head_hash]
@@ -138,6 +162,9 @@ class RowStore:
         rows = [_placed(pack(samples[rank::ranks], window=window)) for rank in range(ranks)]
         traces = frozenset(one.traceparent for one in samples) - {""}
         return PackedBatch(rows, head, len(samples), traces)
+
+    def _teach(self, sample: FeatureSample) -> None:
+        sample.teach(self.heads[sample.lm_head_hash])
 
     def _forget_stale(self) -> None:
         """Keeps rows of a version with a head still in transit; drops older rows without a head,

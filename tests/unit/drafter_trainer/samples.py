@@ -15,6 +15,7 @@ from paceline.models.config import ModelConfig
 from paceline.services.drafter_trainer.rows.sample import FeatureSample, PolicyHead, sample_from
 from paceline.speculators.net import DraftNet
 from paceline.speculators.packed import PackedRow
+from paceline.speculators.vocabulary import over_tokens
 from paceline.streams import FeatureBatch
 from paceline.tensors import from_numpy
 
@@ -116,4 +117,6 @@ def chain_logits(net: DraftNet, row: PackedRow, steps: int) -> list[Tensor]:
     chain: dict[int, list[Tensor]] = {}
     for step, _, states in net.chain_states(row, steps):
         chain.setdefault(step, []).append(net.draft_logits(step, states))
-    return [torch.cat(parts) for parts in chain.values()]
+    found = [torch.cat(parts) for parts in chain.values()]
+    ids = net.token_ids
+    return found if ids is None else [over_tokens(one, ids, len(net.head)) for one in found]

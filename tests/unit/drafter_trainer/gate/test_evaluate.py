@@ -239,6 +239,8 @@ class TableNet:
     enumerated.
     """
 
+    token_ids = None
+
     def __init__(self, table: torch.Tensor) -> None:
         self.table = table
 

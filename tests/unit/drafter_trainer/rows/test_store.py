@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from unit.drafter_trainer.samples import HASH, HIDDEN, PROMPT, sample, toy_policy
+from unit.drafter_trainer.samples import HASH, HIDDEN, PROMPT, VOCABULARY, sample, toy_policy
 
 from paceline.services.drafter_trainer.config import BufferConfig
 from paceline.services.drafter_trainer.rows.store import READY, PackedBatch, RowStore
 
 LENGTH, COUNT = 24, 40
-POSITION_BYTES = 4 * 2 * HIDDEN  # input state and target state, in float32
+POSITION_BYTES = 4 * (2 * HIDDEN + 2 * VOCABULARY)
+"""Input state and target state, logits and their gradients, in float32."""
 
 
 def store(ranks: int = 1, tokens: int = 64, *, batch_bytes: int = 1 << 20) -> RowStore:

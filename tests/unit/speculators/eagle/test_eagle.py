@@ -24,6 +24,7 @@ TOKENS = 30
 def rough_net(weights: DecoderWeights, **options: object) -> EagleNet:
     """A net in which every weight matters."""
     net = EagleNet(weights.config, EagleOptions(**options), seed=3)
+    net.choose_tokens(torch.zeros(weights.config.vocab_size, dtype=torch.int64))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in net.parameters():
@@ -81,13 +82,18 @@ def test_the_layer_is_a_llama_layer_without_input_norm(tmp_path: Path) -> None:
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(("family", "fc_bias"), [*itertools.product(FAMILIES, (False, True))])
+@pytest.mark.parametrize(
+    ("family", "fc_bias", "size"), [*itertools.product(FAMILIES, (False, True), (0, 41))]
+)
 def test_engine_drafts_what_the_trainers_chain_predicts(
-    family: str, fc_bias: bool, tmp_path: Path
+    family: str, fc_bias: bool, size: int, tmp_path: Path
 ) -> None:
     save_random(tmp_path, family)
     weights = load_model(tmp_path, dtype=torch.float32)
-    net = rough_net(weights, fc_bias=fc_bias)
+    net = rough_net(weights, fc_bias=fc_bias, draft_vocab_size=size)
+    net.follow_tokens(torch.arange(97) * 31 % 17)
+    ids = torch.arange(97) if net.token_ids is None else net.token_ids
+    assert len(ids) == (size or 97)
     net.save(tmp_path / "drafter")
     drafter = EagleDrafter(SpeculatorSetup(weights, 4, 64, torch.float32, 0, tmp_path / "drafter"))
     tokens, hidden = rows()
@@ -103,9 +109,42 @@ def test_engine_drafts_what_the_trainers_chain_predicts(
             sequence = torch.cat((tokens[row, :n], drafts.tokens[row]))
             chain = chain_of(net, hidden[row, : n + 4], sequence[1:], 5)
             shares = [torch.softmax(net.logits(one)[n - 2], dim=-1).max(dim=-1) for one in chain]
-            assert drafts.tokens[row].tolist() == [int(one.indices) for one in shares]
+            assert drafts.tokens[row].tolist() == [int(ids[one.indices]) for one in shares]
             expected = torch.stack([one.values for one in shares]).cumprod(dim=0)
             torch.testing.assert_close(drafts.scores[row], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_draft_vocabulary_follows_the_counts_and_a_sampler_sees_no_other_token(
+    tmp_path: Path,
+) -> None:
+    save_random(tmp_path, "llama")
+    weights = load_model(tmp_path, dtype=torch.float32)
+    net = rough_net(weights, draft_vocab_size=5)
+    counts = torch.zeros(97, dtype=torch.int64)
+    counts[[90, 7, 60]] = torch.tensor([3, 2, 9])
+    assert net.token_ids is not None
+    before = net.token_ids.tolist()
+    net.follow_tokens(counts)
+    assert net.token_ids.tolist() == sorted([*before[:2], 7, 60, 90])  # unseen ones stay by id
+    net.save(tmp_path / "drafter")
+    drafter = EagleDrafter(SpeculatorSetup(weights, 4, 64, torch.float32, 0, tmp_path / "drafter"))
+    tokens, hidden = rows()
+    known, states = torch.zeros(4, 64, dtype=torch.int64), torch.zeros(4, 64, 48)
+    known[1:3], states[1:3] = tokens, hidden
+    seen = []
+
+    def sampler(logits: torch.Tensor, step: int) -> torch.Tensor:
+        seen.append(logits)
+        return logits.argmax(-1)
+
+    batch = DraftBatch([1, 2], [5, 9], known, states, sampler)
+    with torch.inference_mode():
+        drafter.propose(batch, DraftShape(3))
+        tree = drafter.propose(DraftBatch([1, 2], [5, 9], known, states), DraftShape(3, 2, 6))
+    for logits in seen:
+        assert logits.shape == (2, 97)
+        assert logits.isfinite()[0].nonzero()[:, 0].tolist() == net.token_ids.tolist()
+    assert set(tree.tokens.flatten().tolist()) <= set(net.token_ids.tolist())
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -140,7 +140,8 @@ def smallest_gap(net: Eagle3Net, row: PackedRow, monkeypatch: pytest.MonkeyPatch
     plain = torch.minimum
 
     def noted(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-        gaps.append(float((p - q).nan_to_num(torch.inf).abs().min()))
+        if p.numel():
+            gaps.append(float((p.log() - q.log()).nan_to_num(torch.inf).abs().min()))
         return plain(p, q)
 
     with monkeypatch.context() as patched, torch.no_grad():

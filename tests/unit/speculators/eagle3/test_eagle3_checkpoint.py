@@ -20,9 +20,10 @@ from unit.drafter_trainer.samples import chain_logits
 from unit.speculators.eagle3_rows import TARGET, document, rough_net
 
 from paceline.errors import ConfigError, InvalidInput, WeightsError
-from paceline.speculators.eagle3 import Eagle3Net, frequent_tokens
+from paceline.speculators.eagle3 import Eagle3Net
 from paceline.speculators.kinds import inner_layers
 from paceline.speculators.net import read_drafter
+from paceline.speculators.vocabulary import frequent_tokens
 
 SGLANG_NAMES = {
     "fc.weight",

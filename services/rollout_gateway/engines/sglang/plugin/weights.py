@@ -140,8 +140,11 @@ class PluginWeights:
     def _check_vocabulary(self, tensors: Mapping[str, Tensor]) -> None:
         """Raises WeightsError when a drafter's vocabulary differs from the served vocabulary.
 
-        A drafter without these tensors keeps the served vocabulary.
+        A drafter without these tensors keeps the served vocabulary. A drafter with the target's
+        head has the vocabulary of SGLang's own settings, whatever its checkpoint names.
         """
+        if "lm_head.weight" in self._shared:
+            return
         for name in VOCABULARY:
             given, served = tensors.get(name), self._vocabulary.get(name)
             if given is not None and (served is None or not torch.equal(given, served)):
