@@ -224,7 +224,8 @@ def write_settings(
     """
     if file.exists():
         raise ConfigError("this file is there already", seen=file, allowed="another name")
-    given = {**given, "reward": given["reward"] or usual_reward(given["tasks"])}
+    usual = usual_reward(given["tasks"])
+    given = {**given, "reward": given["reward"] or usual, "usual": usual}
     if is_generated(given["tasks"]) and not given["heldout"]:
         given["heldout"] = other_seed(str(given["tasks"]))
     for name in ("tasks", "heldout"):

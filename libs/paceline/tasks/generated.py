@@ -73,8 +73,7 @@ def _answer(dataset: Any, index: int) -> str:
 def _generator(family: str) -> tuple[Any, str]:
     """The dataset of `NAME?OPTION=VALUE&...#SEED`, and its system prompt."""
     try:
-        from reasoning_gym import create_dataset
-        from reasoning_gym.factory import DATASETS
+        from reasoning_gym.factory import DATASETS, create_dataset
         from reasoning_gym.utils import SYSTEM_PROMPTS
     except ImportError as error:
         raise TaskFileError(
@@ -108,7 +107,8 @@ def _value(text: str) -> Any:
 class GeneratedAnswer:
     """Scores a response with the verifier of its task's family.
 
-    The answer is in the last <answer> tags, as the system prompts of reasoning-gym demand.
+    The answer is in the last <answer> tags, as the system prompts of reasoning-gym demand. A
+    response without tags is itself the answer.
     """
 
     def score(self, episode: Any) -> float:
@@ -117,5 +117,6 @@ class GeneratedAnswer:
 
         metadata = episode.task.metadata
         dataset, _ = _generator(metadata[FAMILY])
-        answer = extract_answer(episode.text)
+        tagged = extract_answer(episode.text)
+        answer = episode.text.strip() if tagged is None else tagged
         return float(dataset.score_answer(answer, dataset[int(metadata[INDEX])]))
