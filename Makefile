@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang proto docs site release format check test test-all test-sglang test-gpu mutants chaos starve recovery attack corrupt fuzz demo up bench
+.PHONY: help setup setup-sglang proto docs site release format check test test-all test-sglang test-gpu mutants chaos starve recovery attack corrupt fuzz demo demo-real up bench
 
 help: ; @grep -E '^[a-z-]+: .*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/' | expand -t 22  ## list the targets
 setup: ; @.ci/setup  ## create .venv and install everything (idempotent)
@@ -26,5 +26,6 @@ attack: setup ; @$(BIN)/python -m pytest -m attack  ## tests that attack running
 corrupt: setup ; @$(BIN)/python -m pytest -m corrupt  ## tests that corrupt files and numbers
 fuzz: setup ; @PACELINE_FUZZ_S=$${PACELINE_FUZZ_S:-60} $(BIN)/python -m pytest -m fuzz --timeout=600  ## noise for every decoder, 60 s each, and more orders of events
 demo: setup ; @$(BIN)/paceline demo  ## train a policy and its drafter from start to report (minutes on 2 cores)
+demo-real: setup ; @model=$$($(BIN)/python examples/real/fetch_model.py) && tasks=$$($(BIN)/python examples/real/fetch_model.py --tasks) && PYTHONPATH=$$tasks $(BIN)/paceline demo --config examples/real/real.toml --steps $(or $(STEPS),30) gateway.model=$$model  ## the same with a chat model of 135M parameters and reasoning-gym's tasks; STEPS=n
 up: setup ; @$(BIN)/paceline up --config $(or $(CONFIG),examples/demo/demo.toml)  ## start and supervise all services; CONFIG=file
 bench: setup ; @$(BIN)/paceline bench $(or $(NAME),transport)  ## run a benchmark; NAME=list names them

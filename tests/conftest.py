@@ -251,11 +251,24 @@ def metric_reader() -> Iterator[InMemoryMetricReader]:
     use_meter(NoOpMeterProvider())
 
 
+def _fetched(name: str, words: str = "") -> Path:
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    found = home / "paceline" / "smollm2" / name
+    if not found.is_dir():
+        pytest.skip(f"no {found}: python examples/real/fetch_model.py {words}")
+    return found
+
+
 @pytest.fixture(scope="session")
 def real_model() -> Path:
     """Directory of the pretrained model that examples/real/fetch_model.py leaves in the cache."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    found = home / "paceline" / "smollm2" / "SmolLM2-135M-Instruct"
-    if not found.is_dir():
-        pytest.skip(f"no model in {found}: python examples/real/fetch_model.py")
+    return _fetched("SmolLM2-135M-Instruct")
+
+
+@pytest.fixture
+def reasoning_gym(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Directory of the package reasoning-gym, on the path of this process and of its children."""
+    found = _fetched("reasoning-gym", "--tasks")
+    monkeypatch.syspath_prepend(str(found))
+    monkeypatch.setenv("PYTHONPATH", str(found), prepend=os.pathsep)
     return found

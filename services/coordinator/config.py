@@ -106,8 +106,9 @@ class CoordinatorConfig(ServiceConfig):
     steps: int = Field(default=200, ge=0)
     """Number of RL steps."""
     tasks_path: str = ""
-    """Training tasks: .jsonl, .parquet, or a directory that datasets wrote with save_to_disk. Empty
-    with environment "external": agents bring their own tasks (open traffic).
+    """Training tasks: .jsonl, .parquet, a directory that datasets wrote with save_to_disk, or
+    reasoning_gym:FAMILY,FAMILY. Empty with environment "external": agents bring their own tasks
+    (open traffic).
     """
     heldout_path: str = ""
     """Held-out tasks; empty: no evaluations."""

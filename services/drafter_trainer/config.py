@@ -85,7 +85,8 @@ class DrafterTrainerConfig(ServiceConfig):
     """Settings of the drafter trainer."""
 
     model: str = ""
-    """Checkpoint directory of the policy at version 0."""
+    """Checkpoint directory of the policy at version 0. A whole run without it takes gateway.model.
+    """
     drafter: str = "eagle"
     """Trained speculator: a kind with fresh weights ('eagle', package.module:KIND) or a checkpoint
     directory.

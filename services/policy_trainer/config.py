@@ -90,7 +90,9 @@ class PolicyTrainerConfig(ServiceConfig):
     """Settings of the policy trainer."""
 
     model: str = "examples/demo/policy_start"
-    """Hugging Face directory of the start policy (Llama, Qwen2, Qwen3)."""
+    """Hugging Face directory of the start policy (Llama, Qwen2, Qwen3). A whole run without it
+    takes gateway.model.
+    """
     algorithm: AnyAlgorithm = GrpoConfig()
     optimizer: PolicyOptimizerConfig = PolicyOptimizerConfig()
     adapters: AdaptersConfig = AdaptersConfig()

@@ -299,7 +299,7 @@ class GatewayConfig(ServiceConfig):
         if not self.model:
             allowed = "a Hugging Face checkpoint directory"
             raise ConfigError("gateway.model is not set", allowed=allowed)
-        path = Path(self.model)
+        path = Path(self.model).expanduser()
         if not (path / "config.json").is_file():
             allowed = "a directory with config.json, tokenizer.json and model.safetensors"
             message = "gateway.model is not a checkpoint directory"

@@ -17,7 +17,8 @@ class EngineConfig(ModelSettings):
     as package.module:KIND.
     """
     workers: int = Field(default=0, ge=0)
-    """Number of worker processes; 0: one per core."""
+    """Number of worker processes; 0: one per core, in a run with a large model one for all cores.
+    """
     script: str = ""
     """JSON file of the scripted engine."""
     options: dict[str, Any] = Field(default={})

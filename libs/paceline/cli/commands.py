@@ -13,6 +13,8 @@ from paceline.errors import InvalidInput
 from paceline.local.hub import model_directory
 
 _TASK_PARTS = ("prompt", "answer", "task_id", "system")
+_GENERATED = "reasoning_gym:FAMILY,FAMILY"
+_REWARD = "rule, or package.module:rule; default: math_answer, of generated tasks reasoning_gym"
 Run = Annotated[
     str | None, typer.Argument(help="the run, by directory, id or the coordinator's host:port")
 ]
@@ -129,7 +131,7 @@ def why(
 
 def evaluate_model(
     model: Annotated[str, typer.Argument(help=command.MODEL)],
-    tasks: Annotated[Path, typer.Argument(help="task file: JSONL, Parquet or a saved dataset")],
+    tasks: Annotated[Path, typer.Argument(help=f"task file, or {_GENERATED}")],
     overrides: command.Overrides = None,
     prompts: Annotated[
         int, typer.Option(min=0, help="number of prompts, from the beginning; 0: all")
@@ -139,7 +141,7 @@ def evaluate_model(
     ] = 1,
     temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="maximum tokens of an answer")] = 512,
-    reward: Annotated[str, typer.Option(help="rule, or package.module:rule")] = "math_answer",
+    reward: Annotated[str, typer.Option(help=_REWARD)] = "",
     environment: Annotated[str, typer.Option(help="name, or package.module:class")] = "single_turn",
     seed: Annotated[int, typer.Option(min=0)] = 0,
     column: Annotated[
@@ -154,6 +156,7 @@ def evaluate_model(
     """
     from paceline.cli.evaluate import evaluate, open_prompts
     from paceline.tasks import Columns
+    from paceline.tasks.generated import usual_reward
     from paceline.trajectory import TEMPERATURE
     from paceline.v1 import rollout_pb2, trajectory_pb2
 
@@ -170,7 +173,7 @@ def evaluate_model(
         sampling=trajectory_pb2.SamplingParams(temperature=temperature, max_tokens=max_tokens),
         run_seed=seed,
         environment=environment,
-        reward=reward,
+        reward=reward or usual_reward(tasks),
     )
     opened = open_prompts(tasks, Columns(**columns), prompts)
     directory = model_directory(model, command.say).absolute()
@@ -183,10 +186,11 @@ def init(
     model: Annotated[str, typer.Argument(help=command.MODEL)],
     out: Annotated[Path, typer.Option(help="file to write")] = Path("paceline.toml"),
     tasks: Annotated[
-        Path | None, typer.Option(help="task file; default: agents bring the tasks")
+        Path | None,
+        typer.Option(help=f"task file, or {_GENERATED}; default: agents bring the tasks"),
     ] = None,
     heldout: Annotated[Path | None, typer.Option(help="task file of evaluations")] = None,
-    reward: Annotated[str, typer.Option(help="rule, or package.module:rule")] = "math_answer",
+    reward: Annotated[str, typer.Option(help=_REWARD)] = "",
     agents: Annotated[
         bool, typer.Option("--agents", help="agents claim the tasks; default: the gateway answers")
     ] = False,

@@ -15,8 +15,9 @@ from paceline.cli.run_files import found_models
 from paceline.config import load
 from paceline.errors import ConfigError
 from paceline.local import checks, processes, services
-from paceline.local.memory_plan import check_memory
+from paceline.local.memory_plan import check_disk, check_memory, fit_settings
 from paceline.tasks.file import TaskFile
+from paceline.tasks.generated import is_generated, other_seed, usual_reward
 from paceline.whole_files import write_whole
 
 _TEMPLATE = Path(__file__).with_name("run.toml")
@@ -29,7 +30,7 @@ class Checked(NamedTuple):
     """The plan of a run."""
 
     lines: list[str]
-    """A sentence on the run's memory, with a warning if it may run short."""
+    """Sentences on the run's memory and disk, with a warning if they may run short."""
     overrides: list[str]
     """Derived settings. Explicit settings are excluded, because their file may change before a
     service restarts.
@@ -55,6 +56,9 @@ def plan_run(
     Raises ConfigError if slots and ranks conflict, or if a GPU is too small.
     """
     found = services.settings_of_run(files, overrides)
+    fitted = [] if elsewhere else fit_settings(found)
+    if fitted:
+        found = services.settings_of_run(files, [*overrides, *fitted])
     gateway, policy, coordinator = (
         found[name] for name in ("gateway", "policy_trainer", "coordinator")
     )
@@ -76,8 +80,9 @@ def plan_run(
         )
     _check_correction(gateway, policy, coordinator.profiles)
     start_s = max(gateway.engine.ready_deadline_s, policy.start_deadline_s)
-    lines = [check_memory(found, ranks, gpus)]
-    return Checked(lines, _derived(found, ranks), start_s, coordinator.steps)
+    lines = [check_memory(found, ranks, gpus), *check_disk(found)]
+    derived = [*fitted, *_derived(found, ranks)]
+    return Checked(lines, derived, start_s, coordinator.steps)
 
 
 def _policy_ranks(wanted: int, slots: int, gpus: int) -> int:
@@ -211,14 +216,18 @@ def write_settings(
     """Writes a commented TOML for a run that trains this model, and returns the run's plan.
 
     `model`: a directory or a Hub id. `given`: the task files `tasks` and `heldout`, the `reward`,
-    and `agents`: external agents claim the tasks, or bring their own without `tasks`. `say`
-    receives progress lines of downloads.
+    and `agents`: external agents claim the tasks, or bring their own without `tasks`. Generated
+    tasks have held-out tasks and a reward of their own. `say` receives progress lines of downloads.
 
     Raises ConfigError if the file exists or the settings cannot work, TaskFileError if tasks cannot
     be read.
     """
     if file.exists():
         raise ConfigError("this file is there already", seen=file, allowed="another name")
+    usual = usual_reward(given["tasks"])
+    given = {**given, "reward": given["reward"] or usual, "usual": usual}
+    if is_generated(given["tasks"]) and not given["heldout"]:
+        given["heldout"] = other_seed(str(given["tasks"]))
     for name in ("tasks", "heldout"):
         if given[name]:
             TaskFile(given[name])
@@ -229,7 +238,7 @@ def write_settings(
         str(value) if isinstance(value, Path) else value
     )
     template = markup.from_string(_TEMPLATE.read_text(encoding="utf-8"))
-    names = {"file": file, "name": file.stem, "workers": processes.usable_cores()}
+    names = {"file": file, "name": file.stem}
     write_whole(file, template.render(**names, model=model, **given))
     try:
         models = found_models([file], [], say)

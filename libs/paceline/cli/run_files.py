@@ -150,12 +150,11 @@ def configure_run(files: RunFiles, options: DemoOptions) -> None:
         tree = _rooted(load.read_tables(options.config or root / EXAMPLES / "demo.toml"), root)
         load.merge(tree, _variant(options))
         load.merge(tree, {"run": {"seed": options.seed}})
-    cores = usable_cores()
-    workers = int(tree.get("gateway", {}).get("engine", {}).get("workers", 0)) or cores
+    workers = int(tree.get("gateway", {}).get("engine", {}).get("workers", 0))
     for part in (
         _placement(files),
         {"coordinator": {"steps": options.steps}},
-        {"gateway": {"engine": {"workers": min(workers, cores)}}},
+        {"gateway": {"engine": {"workers": min(workers, usable_cores())}}} if workers else {},
         *map(parse_override, options.overrides),
     ):
         load.merge(tree, part)
@@ -237,14 +236,16 @@ def parse_override(text: str) -> load.Tree:
 def found_models(
     files: Sequence[Path], overrides: Sequence[str], say: Callable[[str], None]
 ) -> list[str]:
-    """Settings with the directory of every model that is named by its Hub id.
+    """Settings with the directory of every model that is named by its Hub id or below ~. A trainer
+    without a model trains the gateway's.
 
     Raises as `model_directory`.
     """
-    tree, models = merged(files, overrides), {}
+    tree, models = merged(files, overrides), dict[str, str]()
+    served = str(tree.get("gateway", {}).get("model", ""))
     for name in ("gateway", "policy_trainer", "drafter_trainer"):
-        section = tree.get(name)
-        if isinstance(section, dict) and is_hub_id(model := str(section.get("model", ""))):
-            models[name] = model
+        own = str(tree.get(name, {}).get("model", ""))
+        if (own or served) and (not own or is_hub_id(own) or own.startswith("~")):
+            models[name] = own or served
     found = {model: model_directory(model, say) for model in dict.fromkeys(models.values())}
     return [f"{name}.model={found[model]}" for name, model in models.items()]

@@ -40,7 +40,7 @@ def model_directory(model: str, say: Callable[[str], None]) -> Path:
     no complete download exists.
     """
     if not is_hub_id(model):
-        return Path(model)
+        return Path(model).expanduser()
     repository, _, revision = model.partition("@")
     # Import late: it is slow, and most models are directories.
     import httpx

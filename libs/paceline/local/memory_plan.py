@@ -4,13 +4,16 @@ The estimate includes weights, gradients, Adam's two moments, keys and values, a
 for backward. Model sizes are from config.json.
 """
 
+import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from paceline import processor
 from paceline.arm_names import OFF
 from paceline.errors import ConfigError, PacelineError
+from paceline.local.processes import usable_cores
 from paceline.models.config import ModelConfig, read_config
 from paceline.speculators.kinds import inner_layers_read
 
@@ -23,6 +26,14 @@ TOKEN_ID = 8
 """Bytes of a token id in the embedded engine."""
 LIBRARIES = 1 << 30
 """Approximate bytes of CUDA and NCCL per process on a GPU."""
+LARGE = 128 << 20
+"""Weights of this many bytes do not stay in the caches of cores."""
+ACTIVATIONS_SHARE = 16
+"""Activations of a large model's forward take at most memory divided by this."""
+CHECKPOINTS = 4
+"""Checkpoints on the disk: the two newest, the best, and one that is being written."""
+SPOOLED = 5
+"""Policies on the disk for restarts: two committed sets and a prepared one, and their heads."""
 LOGITS = 4
 """Concurrent arrays of logits during computation of log-probs and entropy."""
 
@@ -76,6 +87,60 @@ def check_memory(found: Mapping[str, Any], ranks: int, gpus: Sequence[int]) -> s
     verdict = "memory may run short" if needed > ram else "memory"
     sizes = f"{format_size(needed)} of {format_size(ram)}"
     return f"{verdict}: {sizes} ({', '.join(map(str, plans))})"
+
+
+def fit_settings(found: Mapping[str, Any]) -> list[str]:
+    """Settings on a CPU that follow from the size of a large model, where they have no value.
+
+    Decoding reads all weights for each token. One worker with all cores reads and holds them once;
+    small weights stay in each core's caches, so that a worker per core is faster.
+    """
+    gateway, policy, drafter = (
+        found[name] for name in ("gateway", "policy_trainer", "drafter_trainer")
+    )
+    if gateway.engine.kind != "embedded" or policy.device == "cuda":
+        return []
+    try:
+        model = read_config(gateway.model_dir)
+    except PacelineError:
+        return []  # check_memory reports it
+    if FLOAT * parameters(model) < LARGE:
+        return []
+    tokens, bytes_each = 4096, FLOAT * layer_activations(model) * model.num_layers
+    while tokens > 256 and tokens * bytes_each > processor.memory_bytes() // ACTIVATIONS_SHARE:
+        tokens //= 2
+    fitting = [("policy_trainer", policy, "tokens_per_micro_batch", tokens)]
+    if not gateway.engine.workers:
+        fitting += [
+            ("gateway.engine", gateway.engine, "workers", 1),
+            ("gateway.engine", gateway.engine, "threads", 0),
+            ("policy_trainer", policy, "threads_per_rank", usable_cores()),
+            ("drafter_trainer", drafter, "threads_per_rank", usable_cores()),
+        ]
+    return [
+        f"{section}.{key}={value}"
+        for section, own, key, value in fitting
+        if key not in own.model_fields_set
+    ]
+
+
+def check_disk(found: Mapping[str, Any]) -> list[str]:
+    """A sentence on the disk that a run's checkpoints and spooled weights take, if the model can be
+    read.
+    """
+    gateway, policy = found["gateway"], found["policy_trainer"]
+    try:
+        model = read_config(gateway.model_dir, experts=True)
+    except PacelineError:
+        return []
+    weights, trained = parameters(model), parameters(model)
+    if policy.adapters.rank:
+        trained = adapter_parameters(model, policy.adapters.rank, policy.adapters.targets)
+    kept = FLOAT * (CHECKPOINTS * (2 * weights + 2 * trained) + SPOOLED * weights)
+    place = Path(policy.run.dir).absolute()
+    free = shutil.disk_usage(next(one for one in (place, *place.parents) if one.is_dir())).free
+    verdict = "disk may run short" if kept > free else "disk"
+    return [f"{verdict}: at most {format_size(kept)} of {format_size(free)} free"]
 
 
 def check_gpus(sharing: Sequence[Sequence[ServicePlan]], device_bytes: int) -> str:

@@ -1,8 +1,8 @@
 """Opens a file of tasks, checks every record once, and reads a task when it is drawn.
 
 The tasks are in an unnamed temporary file; memory holds their positions and sizes. A file is JSONL,
-Parquet, or a Hugging Face dataset on disk. A dataset written by `save_to_disk` is a directory:
-state.json names Arrow stream files.
+Parquet, a Hugging Face dataset on disk, or a source of generated tasks (generated.py). A dataset
+written by `save_to_disk` is a directory: state.json names Arrow stream files.
 """
 
 import codecs
@@ -19,11 +19,14 @@ from typing import Any, overload
 import numpy as np
 
 from paceline.errors import LONE_SURROGATE, ConfigError, InvalidInput
-from paceline.tasks import MESSAGES, USUAL, Columns, Task, TaskFileError, task_of
+from paceline.tasks import MESSAGES, USUAL, Columns, Task, TaskFileError, generated, task_of
 from paceline.whole_files import writing
 
 Keep = Callable[[Task], bool]
-ALLOWED = ".jsonl, .parquet (several: *.parquet), or a directory of datasets.Dataset.save_to_disk"
+ALLOWED = (
+    ".jsonl, .parquet (several: *.parquet), a directory of datasets.Dataset.save_to_disk, "
+    f"or {generated.ALLOWED}"
+)
 Record = Mapping[str, object]
 MAX_DEPTH = 64
 """Deepest nesting of objects and lists in a record."""
@@ -146,6 +149,9 @@ def read_records(path: Path) -> Iterator[tuple[int, Record]]:
 
     Raises TaskFileError for a file that cannot be read, and at the first invalid record.
     """
+    if generated.is_generated(path):
+        yield from generated.generate_records(str(path))
+        return
     shards = []
     if not path.exists() and "*" in path.name and path.suffix == ".parquet":
         shards = sorted(path.parent.glob(path.name))

@@ -36,6 +36,7 @@ class FormatRule(rewards.RewardRule):
 
 
 SETTING = "gateway.rewards.mixtures"
+GENERATED_ANSWER = "paceline.tasks.generated:GeneratedAnswer"
 
 
 class Mixture(rewards.RewardRule):
@@ -162,6 +163,7 @@ REWARDS: dict[str, Callable[[RewardRules], rewards.RewardRule]] = {
     "remote": lambda rules: remote.RemoteReward(rules.config.remote),
     "model": lambda rules: child.ModelReward(rules.config.model),
     "code_tests": lambda rules: code_tests.CodeTests(rules.sandbox),
+    "reasoning_gym": lambda rules: child.ChildRule(GENERATED_ANSWER, rules.children),
 }
 """Name to builder; a builder raises ConfigError when its settings are missing."""
 

@@ -156,6 +156,22 @@ def test_tasks_for_agents_are_claimed_and_held_out_ones_answered_by_the_gateway(
         file.unlink()
 
 
+@pytest.mark.slow
+@pytest.mark.real
+def test_generated_tasks_bring_held_out_tasks_and_their_reward(
+    tmp_path: Path, reasoning_gym: Path
+) -> None:
+    families = "reasoning_gym:chain_sum?max_terms=3,gcd"
+    file = tmp_path / "mine.toml"
+    write_settings(file, str(POLICY), given(Path(families), None, ""))
+    found = load_config(CoordinatorConfig, "coordinator", [file])
+    assert (found.tasks_path, found.heldout_path) == (families, f"{families}#1")
+    assert found.reward == "reasoning_gym"
+    unknown = given(Path("reasoning_gym:chain_sun"), None, "")
+    with pytest.raises(TaskFileError, match="no such family; seen: chain_sun"):
+        write_settings(tmp_path / "b.toml", str(POLICY), unknown)
+
+
 def test_tasks_that_cannot_be_read_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     (tasks := tmp_path / "tasks.jsonl").write_text('{"prompt": "1=", "answer": "1"}\n{"text": 3}\n')
     file = tmp_path / "mine.toml"

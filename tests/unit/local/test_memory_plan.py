@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from random_models import save_random
 from torch import Tensor
 from transformers import Qwen2Config
 
+from paceline import processor
 from paceline.cli import plan
 from paceline.cli.plan import plan_run
 from paceline.errors import ConfigError
@@ -228,6 +230,43 @@ def test_the_gpus_of_a_machine_are_those_that_may_be_seen(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert plan.gpu_bytes() == [size * GIB for size in gib]
+
+
+def large_model(directory: Path) -> str:
+    """The setting of a model directory with the shape of SmolLM2-135M, without weights."""
+    shape = {"model_type": "llama", "vocab_size": 49_152, "hidden_size": 576, "head_dim": 64}
+    shape |= {"intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
+    shape |= {"num_key_value_heads": 3, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192}
+    shape |= {"architectures": ["LlamaForCausalLM"], "rope_theta": 1e5}
+    config = {**shape, "tie_word_embeddings": True}
+    (directory / "config.json").write_text(json.dumps(config))
+    return f"gateway.model={directory}"
+
+
+def test_a_large_model_has_one_worker_with_all_cores_unless_settings_have_a_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_plan, "usable_cores", lambda: 3)
+    monkeypatch.setattr(processor, "memory_bytes", lambda: 24 * GIB)
+    words = [large_model(tmp_path), "coordinator.tasks_path=t.jsonl"]
+    found = plan_run([], words)
+    assert found.overrides[:5] == [
+        "policy_trainer.tokens_per_micro_batch=1024",
+        "gateway.engine.workers=1",
+        "gateway.engine.threads=0",
+        "policy_trainer.threads_per_rank=3",
+        "drafter_trainer.threads_per_rank=3",
+    ]
+    memory, disk = found.lines
+    assert memory.startswith("memory: ")
+    assert "gateway 1 x " in memory
+    assert "policy_trainer 1 x " in memory
+    assert re.fullmatch(r"disk( may run short)?: at most 10,7\d\d MiB of [\d,]+ MiB free", disk)
+
+    own = [*words, "gateway.engine.workers=2", "policy_trainer.tokens_per_micro_batch=512"]
+    assert plan_run([], own).overrides[:1] == ["policy_trainer.ranks=2"]
+    small = [f"gateway.model={DEMO / 'policy_start'}", "coordinator.tasks_path=t.jsonl"]
+    assert not any("threads" in one for one in plan_run([], small).overrides)
 
 
 def test_the_gateway_of_a_run_writes_trajectories_without_being_told(tmp_path: Path) -> None:
