@@ -190,7 +190,8 @@ async def keep_ranks(config: PolicyTrainerConfig, stop: asyncio.Event) -> None:
         rank_group(config) as group,
         channel(config.addresses.policy_trainer, config.security) as to_trainer,
     ):
-        dial = partial(PolicyServiceStub(to_trainer).KeepRanks, wait_for_ready=True)
+        stub = PolicyServiceStub(to_trainer)  # type: ignore[no-untyped-call]
+        dial = partial(stub.KeepRanks, wait_for_ready=True)
         await host_ranks(group, pb.RankNews(run_id=config.run.id, node=config.node), dial, stop)
 
 
