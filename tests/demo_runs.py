@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 
 import psutil
@@ -34,6 +36,13 @@ def demo(out: Path, *arguments: str, within: Sequence[str] = ()) -> subprocess.P
         env=environment,
         start_new_session=True,
     )
+
+
+def outcome(run: Path) -> tuple[list[str], str]:
+    """Tokens of every step, and the policy that was trained on them."""
+    steps = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
+    (policy,) = (run / "checkpoints/policy").glob("step-*/model.safetensors")
+    return [step["tokens_hash"] for step in steps], sha256(policy.read_bytes()).hexdigest()
 
 
 def left_over(out: Path) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 from paceline.errors import DeadlineExceeded, PacelineError
 from paceline.local.news import tell_supervisor
 from paceline.local.patience import patient
-from paceline.local.services import GATEWAY, gateway_name
+from paceline.local.services import GATEWAY, numbered
 from paceline.rpc.progress import AGENTS, ASK_S, Activity, ask_progress, chain_text, wait_chain
 from paceline.services.coordinator import metrics
 from paceline.services.coordinator.calls.base import Calls
@@ -261,7 +261,7 @@ def merge_gateways(answers: Sequence[Sequence[Part]], of_each: int) -> list[Part
     whole.name = GATEWAY
     whole.counts.update(counts)
     whole.trouble = "; ".join(
-        f"{gateway_name(number)} {front.trouble}"
+        f"{numbered(GATEWAY, number)} {front.trouble}"
         for number, front in enumerate(fronts)
         if front.trouble
     )

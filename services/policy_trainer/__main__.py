@@ -1,4 +1,4 @@
-"""`python -m paceline.services.policy_trainer`: the policy trainer's process."""
+"""`python -m paceline.services.policy_trainer [--policy_trainer N]`: its process on a node."""
 
 from paceline.local.importing import uncollected
 
@@ -8,4 +8,10 @@ with uncollected():
     from paceline.services.policy_trainer.server import serve
 
 if __name__ == "__main__":
-    run_service("policy_trainer", PolicyTrainerConfig, serve, extra="train")
+    run_service(
+        "policy_trainer",
+        PolicyTrainerConfig,
+        serve,
+        extra="train",
+        numbered=PolicyTrainerConfig.of_node,
+    )

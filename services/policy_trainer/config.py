@@ -1,11 +1,12 @@
 """Declares the settings of the policy trainer."""
 
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, NamedTuple, Self, get_args
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from paceline.config import Config, OptimizerConfig, ServiceConfig
+from paceline.errors import ConfigError
 from paceline.services.policy_trainer.algorithm_settings import AnyAlgorithm, GrpoConfig
 
 
@@ -164,6 +165,22 @@ class PolicyTrainerConfig(ServiceConfig):
     """
     step_deadline_s: ClassVar[float] = 3600.0
     """Maximum wait of a collective, and of a step after its groups are closed, seconds."""
+
+    _node: int = PrivateAttr(default=0)
+
+    @property
+    def node(self) -> int:
+        """Number of this process's node among run.policy_nodes; node 0 serves."""
+        return self._node
+
+    def of_node(self, node: int) -> Self:
+        """The settings of the process on one node. Raises ConfigError if there is no such node."""
+        if not 0 <= node < self.run.policy_nodes:
+            allowed = f"0..{self.run.policy_nodes - 1}"
+            raise ConfigError("run.policy_nodes: there is no such node", seen=node, allowed=allowed)
+        own = self.model_copy()
+        own._node = node
+        return own
 
     @property
     def checkpoints_dir(self) -> Path:

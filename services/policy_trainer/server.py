@@ -5,18 +5,21 @@ import dataclasses
 import math
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from google.protobuf import json_format
 
 from paceline import errors
+from paceline.addresses import is_loopback
 from paceline.local import processes, services
 from paceline.messages import shared_fields, to_message
 from paceline.models.config import check_model
 from paceline.ranks import messages, watched
-from paceline.ranks.group import RankGroup
-from paceline.rpc import EPOCHS, EpochGuard, Server, Track, check_run
+from paceline.ranks.group import RankGroup, Span
+from paceline.ranks.hosting import host_ranks
+from paceline.rpc import EPOCHS, EpochGuard, Server, Track, channel, check_run
 from paceline.rpc.progress import add_progress
 from paceline.services.policy_trainer import messages as m
 from paceline.services.policy_trainer.algorithms import check_algorithm
@@ -24,7 +27,11 @@ from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.telemetry import get_logger, inject
 from paceline.v1 import policy_pb2 as pb
 from paceline.v1 import progress_pb2, trajectory_pb2
-from paceline.v1.policy_pb2_grpc import PolicyServiceServicer, add_PolicyServiceServicer_to_server
+from paceline.v1.policy_pb2_grpc import (
+    PolicyServiceServicer,
+    PolicyServiceStub,
+    add_PolicyServiceServicer_to_server,
+)
 
 _log = get_logger(__name__)
 
@@ -41,18 +48,8 @@ class PolicyServicer(PolicyServiceServicer):
         self._config = config
         self._guard = EpochGuard(config.security, Path(config.run.dir) / "policy" / EPOCHS)
         self._progress = m.Progress()
-        self._world_size = config.ranks or min(2, processes.usable_cores())
-        group = RankGroup(
-            "paceline.services.policy_trainer.rank",
-            self._world_size,
-            threads_per_rank=config.threads_per_rank,
-            log_dir=Path(config.run.dir) / "logs",
-            config=config,
-            heartbeat_s=config.run.heartbeat_s,
-            preload=services.service("policy_trainer").forked,
-        )
         self.ranks = watched.WatchedRanks[m.Message](
-            group,
+            rank_group(config),
             m.MESSAGES,
             service="policy_trainer",
             start_deadline_s=config.start_deadline_s,
@@ -66,7 +63,7 @@ class PolicyServicer(PolicyServiceServicer):
         """Sends BatchReady, PolicyStepped and PolicyPrepared. Raises FailedPrecondition for fewer
         slots than ranks.
         """
-        slots, ranks = len(request.slots), self._world_size
+        slots, ranks = len(request.slots), self.ranks.group.world_size
         if slots and slots < ranks:
             message = "each rank of the policy needs a leased slot; set policy_trainer.ranks"
             seen, allowed = f"{slots} slots", f"{ranks} or more"
@@ -96,6 +93,12 @@ class PolicyServicer(PolicyServiceServicer):
             raise errors.InvalidInput("an evaluation is a number", seen=command.evaluation)
         saved = await self._save(self._config.step_deadline_s, command)
         return pb.SavePolicyCheckpointResponse(path=saved.path, policy_version=saved.version)
+
+    def KeepRanks(
+        self, request_iterator: AsyncIterator[pb.RankNews], context: Any
+    ) -> AsyncIterator[pb.RankOrder]:
+        """Keeps ranks on another node, as RankHosts.orders."""
+        return self.ranks.group.hosts.orders(request_iterator, self._config.run.id)
 
     def _check(self, context: trajectory_pb2.CommandContext) -> None:
         check_run(context, self._config.run.id)
@@ -156,6 +159,42 @@ class PolicyServicer(PolicyServiceServicer):
             self._progress = dataclasses.replace(self._progress, checkpoint_version=newest)
 
 
+def rank_group(config: PolicyTrainerConfig) -> RankGroup:
+    """The ranks of this process's node. Raises ConfigError for ranks on several nodes in a network
+    that may be shared.
+    """
+    nodes, address = config.run.policy_nodes, config.addresses.policy_trainer
+    if nodes > 1 and not (is_loopback(address) or config.security.allow_insecure):
+        raise errors.ConfigError(
+            "torch's links between ranks on several nodes have neither token nor encryption",
+            reason="INSECURE_ADDRESS",
+            seen=f"run.policy_nodes={nodes}, {address}",
+            allowed="security.allow_insecure=true in a private network; token and TLS still apply "
+            "to all other links",
+        )
+    return RankGroup(
+        "paceline.services.policy_trainer.rank",
+        config.ranks or nodes * min(2, processes.usable_cores()),
+        threads_per_rank=config.threads_per_rank,
+        log_dir=Path(config.run.dir) / "logs",
+        config=config,
+        heartbeat_s=config.run.heartbeat_s,
+        preload=services.service("policy_trainer").forked,
+        span=Span(config.node, nodes, address) if nodes > 1 else None,
+    )
+
+
+async def keep_ranks(config: PolicyTrainerConfig, stop: asyncio.Event) -> None:
+    """Keeps the ranks of a further node until `stop` is set."""
+    async with (
+        rank_group(config) as group,
+        channel(config.addresses.policy_trainer, config.security) as to_trainer,
+    ):
+        stub = PolicyServiceStub(to_trainer)  # type: ignore[no-untyped-call]
+        dial = partial(stub.KeepRanks, wait_for_ready=True)
+        await host_ranks(group, pb.RankNews(run_id=config.run.id, node=config.node), dial, stop)
+
+
 def require_fresh(root: Path, *, resume: bool) -> None:
     """Raises ConfigError when the directory has a run and `resume` is false."""
     if not resume and (root.exists() and any(root.iterdir())):
@@ -165,7 +204,12 @@ def require_fresh(root: Path, *, resume: bool) -> None:
 
 
 async def serve(config: PolicyTrainerConfig, stop: asyncio.Event) -> None:
-    """Serves until `stop` is set or the ranks cannot start; ends all ranks."""
+    """Serves until `stop` is set or the ranks cannot start; ends all ranks. On a further node of
+    the trainer: keeps its ranks.
+    """
+    if config.node:
+        await keep_ranks(config, stop)
+        return
     check_model(Path(config.model))
     check_algorithm(config.algorithm.name)
     require_fresh(config.checkpoints_dir, resume=config.resume)

@@ -8,7 +8,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from paceline.config import AddressesConfig, Config, ServiceConfig
 from paceline.errors import ConfigError
 from paceline.local.processes import usable_cores
-from paceline.local.services import gateway_name
+from paceline.local.services import GATEWAY, numbered
 from paceline.services.rollout_gateway.bandits.base import BanditConfig
 from paceline.services.rollout_gateway.engine_config import EngineConfig
 from paceline.services.rollout_gateway.engines.settings import Precision
@@ -271,7 +271,7 @@ class GatewayConfig(ServiceConfig):
     @property
     def name(self) -> str:
         """Name of this gateway's process, logs and directories."""
-        return gateway_name(self.number)
+        return numbered(GATEWAY, self.number)
 
     @property
     def all_addresses(self) -> AddressesConfig:

@@ -8,13 +8,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from demo_runs import SMALL, demo, left_over, wait_for
+from demo_runs import SMALL, demo, left_over, outcome, wait_for
 from ray_cluster import ray_head
 from ray_nodes import WITH_RAY
 
@@ -51,13 +50,6 @@ def finished(process: subprocess.Popen[str]) -> str:
     output, _ = process.communicate(timeout=patient(240))
     assert process.returncode == 0, output
     return output
-
-
-def outcome(run: Path) -> tuple[list[str], str]:
-    """Tokens of every step, and the policy that was trained on them."""
-    steps = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
-    (policy,) = (run / "checkpoints/policy").glob("step-*/model.safetensors")
-    return [step["tokens_hash"] for step in steps], sha256(policy.read_bytes()).hexdigest()
 
 
 def summary(run: Path) -> dict[str, Any]:

@@ -6,11 +6,13 @@ import asyncio
 import json
 import os
 import subprocess
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
-from demo_runs import left_over, wait_for
+from demo_runs import SMALL, demo, left_over, outcome, wait_for
 from ray_nodes import TOKEN, WITH_RAY, host_of, ray_nodes, run_over_nodes, started
 
 from paceline.cli.run_files import RunFiles
@@ -76,6 +78,39 @@ def test_each_gateway_of_a_run_has_a_node(tmp_path: Path) -> None:
     assert hosts == {*NODES[:3]}
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["steps"], summary["trajectories_lost"]) == (STEPS, 0)
+    assert left_over(tmp_path) == []
+
+
+def rank_of(run: Path, rank: int) -> psutil.Process:
+    """The process that writes the log of a policy rank."""
+    log = str(run / f"logs/policy_trainer.rank-rank{rank}.log")
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if log in [one.path for one in process.open_files()]:
+                return process
+    raise AssertionError(f"no process writes {log}")
+
+
+def test_a_policy_on_two_nodes_has_the_weights_of_one_on_one_node_also_after_a_loss(
+    tmp_path: Path,
+) -> None:
+    port, runs = free_ports(1)[0], [tmp_path / one / "demo-0-1" for one in ("there", "here")]
+    apart = ("coordinator.placement=disaggregated", "coordinator.learner_slots=2")
+    words = (*SMALL, *apart, "policy_trainer.ranks=2", "gateway.engine.workers=1", "--steps", "2")
+    with ray_nodes({HEAD: 0, **dict.fromkeys(NODES[:3], 1)}, port):
+        redis = f"redis.durable_url=redis://127.0.0.1:{free_ports(1)[0]}"
+        launched = ("--launcher", "ray", "--address", f"{HEAD}:{port}", "run.policy_nodes=2")
+        process = demo(tmp_path / "there", *words, redis, *launched)
+        lines = wait_for(process, "step 1/")
+        first, second = (rank_of(runs[0], rank) for rank in (0, 1))
+        assert psutil.Process(first.ppid()).ppid() != psutil.Process(second.ppid()).ppid()
+        second.kill()
+        output, _ = process.communicate(timeout=patient(400))
+        assert process.returncode == 0, "".join(lines) + output
+    assert "rank 1 of policy_trainer.rank was killed by SIGKILL" in output
+    assert "its ranks work again" in output
+    output, _ = demo(tmp_path / "here", *words).communicate(timeout=patient(240))
+    assert outcome(runs[0]) == outcome(runs[1]), output
     assert left_over(tmp_path) == []
 
 

@@ -70,7 +70,9 @@ def plan_run(
             raise ConfigError("this machine has no GPU", seen=seen, allowed="cpu")
     slots = gateway.worker_count * coordinator.slots_per_worker
     leased = coordinator.learner_slots or slots
-    ranks = _policy_ranks(policy.ranks, leased, leased if elsewhere and on_gpus else len(gpus))
+    nodes = _policy_nodes(policy, coordinator.learner_slots)
+    gpus_of_node = leased // nodes if elsewhere and on_gpus else len(gpus)
+    ranks = nodes * _policy_ranks(policy.ranks // nodes, leased // nodes, gpus_of_node)
     _check_slots(found, ranks, slots, len(gpus))
     if coordinator.profiles and gateway.engine.kind == "sglang":
         raise ConfigError(
@@ -85,9 +87,24 @@ def plan_run(
     return Checked(lines, derived, start_s, coordinator.steps)
 
 
+def _policy_nodes(policy: Any, learner_slots: int) -> int:
+    """Number of nodes of the policy's ranks. Raises ConfigError if these cannot share ranks and
+    slots equally.
+    """
+    nodes: int = policy.run.policy_nodes
+    if nodes > 1 and (not learner_slots or learner_slots % nodes or policy.ranks % nodes):
+        raise ConfigError(
+            "each of run.policy_nodes has an equal share of the policy's slots and ranks",
+            seen=f"policy_nodes={nodes}, coordinator.learner_slots={learner_slots}, "
+            f"policy_trainer.ranks={policy.ranks}",
+            allowed="coordinator.placement=disaggregated, with multiples of policy_nodes",
+        )
+    return nodes
+
+
 def _policy_ranks(wanted: int, slots: int, gpus: int) -> int:
-    """Number of policy trainer ranks, one per leased slot: with GPUs the minimum of slots and GPUs,
-    on CPU at most two. Raises ConfigError if `wanted` exceeds the slots.
+    """Number of policy trainer ranks on a node, one per leased slot: with GPUs the minimum of slots
+    and GPUs, on CPU at most two. Raises ConfigError if `wanted` exceeds the slots.
     """
     if wanted > slots:
         raise ConfigError(

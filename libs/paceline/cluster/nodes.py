@@ -34,8 +34,8 @@ def pools_of(files: Sequence[Path], overrides: Sequence[str]) -> list[Pool]:
     """The pools of a run with these settings.
 
     In a colocated run, rollouts, policy and drafter take turns on the slots of gateway 0. If the
-    learner has its own slots, both trainers run on the learner's node. Each further gateway has a
-    pool for itself. Raises ConfigError for invalid
+    learner has its own slots, both trainers run on the learner's node. Each further gateway, and
+    each further node of the policy trainer, has a pool for itself. Raises ConfigError for invalid
     settings.
     """
     found = services.settings_of_run(files, overrides)
@@ -44,15 +44,21 @@ def pools_of(files: Sequence[Path], overrides: Sequence[str]) -> list[Pool]:
     for_sglang = engine.kind == "sglang" and engine.sglang.device != "cpu"
     kind = GPU if for_sglang or services.gpu_settings(found) else CPU
     rollout = {kind: float(coordinator.slots_per_worker * gateway.worker_count)}
-    learners = {kind: float(coordinator.learner_slots)}
+    policy_nodes = coordinator.run.policy_nodes
+    learners = {kind: coordinator.learner_slots / policy_nodes}
     trainers = ("policy_trainer", "drafter_trainer")
     control = Pool(CONTROL, ("redis", "redis_features", "coordinator"))
     if coordinator.learner_slots:
-        apart = [Pool(ROLLOUT, (services.GATEWAY,), rollout), Pool(POLICY, trainers, learners)]
+        ranks = [
+            Pool(f"{POLICY}-{node}", (services.numbered(services.POLICY_TRAINER, node),), learners)
+            for node in range(1, policy_nodes)
+        ]
+        apart = [Pool(ROLLOUT, (services.GATEWAY,), rollout), *ranks]
+        apart.append(Pool(POLICY, trainers, learners))
     else:
         apart = [Pool(ROLLOUT, (services.GATEWAY, *trainers), rollout)]
     more = [
-        Pool(f"{ROLLOUT}-{number}", (services.gateway_name(number),), rollout)
+        Pool(f"{ROLLOUT}-{number}", (services.numbered(services.GATEWAY, number),), rollout)
         for number in range(1, len(gateway.addresses.gateways))
     ]
     return [control, *apart, *more]
@@ -68,10 +74,13 @@ def check_room(pools: Sequence[Pool], nodes: Sequence[Mapping[str, float]]) -> N
         largest = max(wanted, key=lambda name: wanted[name])
         if wanted[largest] <= max(there, default=0.0) and sum(wanted.values()) <= sum(there):
             continue
-        setting = "coordinator.learner_slots" if largest == POLICY else "gateway.engine.workers"
+        policy = largest.startswith(POLICY)
+        setting = (
+            "run.policy_nodes, coordinator.learner_slots" if policy else "gateway.engine.workers"
+        )
         raise ConfigError(
             "the cluster has fewer slots than this run needs; a gateway's workers share one node, "
-            f"and so do a trainer's ranks; set {setting}",
+            f"and the policy's ranks share run.policy_nodes nodes; set {setting}",
             seen=f"{sum(wanted.values()):g} {kind}, {wanted[largest]:g} of them on one node",
             allowed=f"nodes with {', '.join(f'{one:g}' for one in there)} {kind}",
         )

@@ -108,27 +108,25 @@ def _run(
     if numbered and (number := getattr(arguments, name)):
         config, process = numbered(config, number), f"{name}-{number}"
     with processes.owned(Path(config.run.dir), process):
-        spec = services.service(name)
-        for key in (spec.address_key, *spec.more_address_keys):
-            ports.require_free(getattr(config.addresses, key), f"addresses.{key}")
+        spec = services.service(process)
+        for key in filter(None, (spec.address_key, *spec.more_address_keys)):
+            ports.require_free(config.addresses.of(key), f"addresses.{key}")
         tokens.use_run_tokens(config)
         set_malloc_thresholds()
         telemetry.setup(process, config.telemetry)
         try:
-            with tokens.announced(_tokens(name, config)):
+            with tokens.announced(_tokens(spec, config)):
                 stopped_by = uvloop.run(_serve_until_signal(config, serve))
         finally:
             telemetry.shutdown()
     return 128 + stopped_by if stopped_by else processes.EXIT_FINISHED
 
 
-def _tokens(name: str, config: ServiceConfig) -> dict[str, str]:
+def _tokens(spec: services.ServiceSpec, config: ServiceConfig) -> dict[str, str]:
     """The token for each address of a service: the agents' token for HTTP, else the operators'."""
-    spec, security, addresses = services.service(name), config.security, config.addresses
-    return {
-        getattr(addresses, spec.address_key): security.token,
-        **{getattr(addresses, key): security.agent_token or security.token for key in spec.links},
-    }
+    security, of = config.security, config.addresses.of
+    main = {of(spec.address_key): security.token} if spec.address_key else {}
+    return {**main, **{of(key): security.agent_token or security.token for key in spec.links}}
 
 
 async def _serve_until_signal(config: C, serve: Serve[C]) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from paceline.addresses import loopback
 from paceline.errors import ConfigError, Unavailable
+from paceline.local import processes
 from paceline.local.user_directory import user_directory
 
 _TRIES = 200
@@ -85,6 +86,23 @@ def split_address(address: str, setting: str = "address") -> tuple[str, int]:
     if not host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"{setting} is not an address", seen=address, allowed="host:port")
     return host.strip("[]"), int(port)
+
+
+def interface_to(address: str) -> str:
+    """Name of the network interface from which this machine reaches `host:port`. Raises OSError
+    without a route.
+    """
+    import psutil  # import late: the client installs without psutil
+
+    host, port = split_address(address)
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    family, kind, _, _, place = min(found, key=lambda one: one[0] != socket.AF_INET)
+    with socket.socket(family, kind) as probe:
+        probe.connect(place)  # sends nothing
+        own = probe.getsockname()[0]
+    held = psutil.net_if_addrs().items()
+    names = (name for name, all_of in held if own in [one.address for one in all_of])
+    return next(names, processes.LOOPBACK)  # Linux lists 127.0.0.1 alone
 
 
 def require_free(address: str, setting: str) -> None:

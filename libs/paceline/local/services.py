@@ -87,22 +87,24 @@ SERVICES: tuple[ServiceSpec, ...] = (
 )
 
 
-GATEWAY = "gateway"
+GATEWAY, POLICY_TRAINER = "gateway", "policy_trainer"
 
 
-def gateway_name(number: int) -> str:
-    """Service name of a gateway."""
-    return f"{GATEWAY}-{number}" if number else GATEWAY
+def numbered(name: str, number: int) -> str:
+    """Name of one process of a service with several: a gateway, or a policy trainer's node."""
+    return f"{name}-{number}" if number else name
 
 
-def services_of(gateways: int) -> list[ServiceSpec]:
-    """The services of a run with so many gateways."""
-    names = tuple(gateway_name(number) for number in range(gateways))
+def services_of(gateways: int, policy_nodes: int = 1) -> list[ServiceSpec]:
+    """The services of a run with so many gateways, and so many nodes of its policy trainer."""
+    names = tuple(numbered(GATEWAY, number) for number in range(gateways))
     found = list[ServiceSpec]()
     for spec in SERVICES:
         needs = spec.depends_on
         if GATEWAY in needs:
             needs = (*names, *(name for name in needs if name != GATEWAY))
+        if spec.name == POLICY_TRAINER:  # stopped before its ranks elsewhere: it saves them
+            found += [service(numbered(spec.name, node)) for node in range(1, policy_nodes)]
         found.append(replace(spec, depends_on=needs))
         if spec.name == GATEWAY:
             found += map(service, names[1:])
@@ -112,6 +114,9 @@ def services_of(gateways: int) -> list[ServiceSpec]:
 def service(name: str) -> ServiceSpec:
     """The service with this name, with - or _. Raises NotFound with all names."""
     first, _, number = name.partition("-")
+    if first == POLICY_TRAINER and number.isdecimal() and int(number):
+        own = service(first)
+        return replace(own, name=name, address_key="", arguments=(f"--{first}", number))
     if first == GATEWAY and number.isdecimal() and int(number):
         key, http = f"more_gateways.{int(number) - 1}", f"more_gateways_http.{int(number) - 1}"
         return replace(

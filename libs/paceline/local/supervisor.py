@@ -163,7 +163,7 @@ def run_launches(
     `services`: the services of `pool` on this node; services elsewhere that they depend on are only
     awaited.
     """
-    every = services_of(len(config.addresses.gateways))
+    every = services_of(len(config.addresses.gateways), config.run.policy_nodes)
     own = [spec for spec in every if not services or spec.name in services]
     words = [word for path in files for word in ("--config", str(path))]
     launches = {spec.name: launch_of(spec, config, [*words, *overrides]) for spec in own}

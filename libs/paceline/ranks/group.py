@@ -1,7 +1,8 @@
 """Starts one process per rank of a trainer and exchanges messages with these processes.
 
 The parent imports no torch. Ranks find each other through a file in the parent's process directory,
-and listen on loopback only.
+and listen on loopback only. Ranks on several nodes find each other through a file in the shared
+directory of the logs; each node has a group with its own ranks, and node 0's commands the others.
 """
 
 from __future__ import annotations
@@ -15,20 +16,19 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import zmq
 
 from paceline.config import Config
 from paceline.errors import DeadlineExceeded, FailedPrecondition, Unavailable
-from paceline.local import forking, patience, processes, user_directory
+from paceline.local import forking, patience, ports, processes, user_directory
 from paceline.local.child import LIMIT_S, Child, ChildSocket
+from paceline.ranks.hosts import READY, RankHosts
 from paceline.training import STORE_VARIABLE
 
 SOCKET_VARIABLE = "PACELINE_RANK_SOCKET"
 CONFIG_VARIABLE = "PACELINE_RANK_CONFIG"
-_READY = b""
-"""The message of a rank that accepts messages."""
 _MESSAGES_QUEUED = 64
 _SEND_S = 10.0
 C = TypeVar("C", bound=Config)
@@ -40,6 +40,23 @@ class RankLost(Unavailable):
     """
 
     reason = "RANK_LOST"
+
+
+class Span(NamedTuple):
+    """The nodes of a group, and this process's node."""
+
+    node: int = 0
+    nodes: int = 1
+    address: str = ""  # of node 0; "": one node
+
+    def interfaces(self) -> dict[str, str]:
+        """Environment that restricts the ranks to the interface to node 0, unless the user chose
+        one.
+        """
+        if not self.address:
+            return processes.LOOPBACK_ONLY
+        name = ports.interface_to(self.address)
+        return {key: os.environ.get(key) or name for key in processes.LOOPBACK_ONLY}
 
 
 class RankGroup:
@@ -55,16 +72,25 @@ class RankGroup:
         config: Config | None = None,
         preload: Sequence[str] = (),
         heartbeat_s: float = LIMIT_S,
+        span: Span | None = None,
     ) -> None:
         """Creates the group without starting it.
 
         `config`: settings that the ranks read through RankLink.config. `preload`: modules that
         `module` imports late. `heartbeat_s`: seconds of a stop after which a rank is killed; 0: no
-        limit.
+        limit. `span`: nodes with equal numbers of ranks; None: one node.
         """
         self._module = module
         self._name = ".".join(module.split(".")[-2:])  # the last two parts: service and module
-        self._world_size = world_size
+        self.world_size = world_size
+        """Number of ranks on all nodes."""
+        self._span = span = span or Span()
+        here = world_size // span.nodes
+        self.own = range(span.node * here, (span.node + 1) * here)
+        """Ranks on this node."""
+        others = range(1, span.nodes) if span.node == 0 else ()
+        self.hosts = RankHosts(others, self._take, self._lose)
+        """The links to the other nodes, on node 0."""
         self._log_dir = log_dir
         self._heartbeat_s = heartbeat_s
         own = {"OMP_NUM_THREADS": str(threads_per_rank)}
@@ -78,7 +104,7 @@ class RankGroup:
         self._sockets: list[ChildSocket] = []
         self._lost: RankLost | None = None
         self._arrived: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue()
-        self._folder = ""
+        self._folder, self._shared, self._store = "", "", ""
         self._early: deque[tuple[int, bytes]] = deque()  # messages sent during the start
         self._clock = patience.WorkClock(lambda: self.pids)
         self.on_progress: Callable[[int, bytes], bool] = lambda rank, message: False
@@ -88,7 +114,7 @@ class RankGroup:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids by rank; [] before start and after stop."""
+        """Process ids of the ranks on this node; [] before start and after stop."""
         return [rank.pid for rank in self._ranks]
 
     @property
@@ -96,10 +122,11 @@ class RankGroup:
         """Counted seconds since the last message of any rank (WorkClock)."""
         return self._clock.counted_s
 
-    async def start(self, deadline_s: float) -> None:
+    async def start(self, deadline_s: float, store: str = "") -> None:
         """Starts all ranks and waits until every rank is ready.
 
-        `deadline_s`: maximum counted seconds without a message of any rank (WorkClock).
+        `deadline_s`: maximum counted seconds without a message of any rank (WorkClock). `store`:
+        the file of ranks on several nodes, on a node that is not node 0.
 
         Raises RankLost if a rank ends first, DeadlineExceeded if no rank makes progress. No rank is
         left running then. Raises FailedPrecondition if the ranks already run.
@@ -109,8 +136,13 @@ class RankGroup:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         self._folder = tempfile.mkdtemp(prefix="r-", dir=user_directory.socket_directory())
         self._arrived, self._lost = asyncio.Queue(), None
+        self._shared = self._folder
+        if self._span.nodes > 1 and not store:
+            self._shared = tempfile.mkdtemp(prefix="ranks-", dir=self._log_dir.absolute())
+        self._store = store or f"{self._shared}/store"
         try:
-            for rank in range(self._world_size):
+            await self._start_elsewhere(deadline_s)
+            for rank in self.own:
                 await self._spawn(rank, deadline_s)
             await self._all_ready(deadline_s)
         except BaseException:
@@ -124,6 +156,7 @@ class RankGroup:
         self._require_ranks()
         for to_rank in self._sockets:
             to_rank.send(message)
+        self.hosts.send(message)
 
     async def receive(self, deadline_s: float) -> tuple[int, bytes]:
         """Returns the next message of any rank, as (rank, bytes).
@@ -156,14 +189,17 @@ class RankGroup:
 
     async def end_ranks(self, grace_s: float) -> None:
         """As stop(), but keeps the imported modules in memory, so that the next start is quick."""
-        await asyncio.gather(*(rank.stop(grace_s) for rank in self._ranks))
+        await asyncio.gather(
+            self.hosts.stop(grace_s), *(rank.stop(grace_s) for rank in self._ranks)
+        )
         if any(rank.process.returncode is None for rank in self._ranks):
             await self._forker.close()  # stopped too: it reported no end
         for to_rank in self._sockets:
             to_rank.close()
         self._ranks, self._sockets, self._lost = [], [], None
         self._early.clear()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        for folder in (self._folder, self._shared):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def signal(self, number: int) -> None:
         """Sends a signal to every rank."""
@@ -187,11 +223,11 @@ class RankGroup:
         environment = {
             **self._environment,
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self._world_size),
-            "LOCAL_WORLD_SIZE": str(self._world_size),
-            **processes.LOOPBACK_ONLY,
-            STORE_VARIABLE: f"{self._folder}/store",
+            "LOCAL_RANK": str(rank - self.own.start),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(len(self.own)),
+            **self._span.interfaces(),
+            STORE_VARIABLE: self._store,
             SOCKET_VARIABLE: address,
         }
         log = self._log_dir / f"{self._name}-rank{rank}.log"
@@ -200,6 +236,18 @@ class RankGroup:
         )
         self._ranks.append(child)
         child.ended.add_done_callback(partial(self._note_end, rank, child))
+
+    async def _start_elsewhere(self, deadline_s: float) -> None:
+        """Starts the ranks on other nodes. Raises DeadlineExceeded if a node is not offered."""
+        starting = asyncio.ensure_future(self.hosts.start(self._store))
+        try:
+            if not await self._clock.wait({starting}, deadline_s):
+                raise DeadlineExceeded(
+                    f"a process of {self._name} on another node does not call",
+                    seen=f"{deadline_s:.1f} s",
+                )
+        finally:
+            starting.cancel()
 
     def _require_ranks(self) -> None:
         """Raises RankLost if a rank has ended, FailedPrecondition if the ranks do not run."""
@@ -214,14 +262,18 @@ class RankGroup:
     def _note_end(self, rank: int, child: Child, _: object) -> None:
         if child in self._ranks and self._lost is None and not child.ended.cancelled():
             words, end = child.last_words(), child.last_lines()
-            self._lost = RankLost(f"rank {rank} of {self._name} {words}\n{end}")
-            self._take(rank, _READY)  # wakes the receiver
+            self._lose(f"rank {rank} of {self._name} {words}\n{end}")
+
+    def _lose(self, words: str) -> None:
+        self._lost = self._lost or RankLost(words)
+        self._take(0, READY)  # wakes the receiver
 
     async def _all_ready(self, deadline_s: float) -> None:
-        waiting, early = set(range(self._world_size)), deque[tuple[int, bytes]]()
+        waiting = set(range(self.world_size) if self._span.node == 0 else self.own)
+        early = deque[tuple[int, bytes]]()
         while waiting:
             rank, message = await self.receive(deadline_s)
-            if message == _READY:
+            if message == READY:
                 waiting.discard(rank)
             elif not self.on_progress(rank, message):
                 early.append((rank, message))
@@ -259,7 +311,7 @@ class RankLink:
 
     def ready(self) -> None:
         """Reports to the parent that this rank accepts messages."""
-        self._socket.send(_READY)
+        self._socket.send(READY)
 
     def receive(self, timeout_s: float) -> bytes | None:
         """Returns the next message, or None after `timeout_s` seconds."""

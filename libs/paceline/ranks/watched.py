@@ -81,7 +81,9 @@ class WatchedRanks(Generic[M]):
         """
         trouble = stopped(self.group.pids) or ("" if self.ready else "they are being started")
         # the ranks' spans belong to other processes
-        ranks = self._doing.part({"ranks": len(self.group.pids)}, trouble=trouble)
+        ranks = self._doing.part(
+            {"ranks": self.group.world_size if self.group.pids else 0}, trouble=trouble
+        )
         ranks.ClearField("last_span")
         ranks.still_s = self._still_s
         service = self._service.part(counts)

@@ -7,6 +7,30 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class RankNews(_message.Message):
+    __slots__ = ("run_id", "node", "rank", "message", "lost")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    node: int
+    rank: int
+    message: bytes
+    lost: str
+    def __init__(self, run_id: _Optional[str] = ..., node: _Optional[int] = ..., rank: _Optional[int] = ..., message: _Optional[bytes] = ..., lost: _Optional[str] = ...) -> None: ...
+
+class RankOrder(_message.Message):
+    __slots__ = ("start", "message", "stop_s")
+    START_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    STOP_S_FIELD_NUMBER: _ClassVar[int]
+    start: str
+    message: bytes
+    stop_s: float
+    def __init__(self, start: _Optional[str] = ..., message: _Optional[bytes] = ..., stop_s: _Optional[float] = ...) -> None: ...
+
 class ExpectedGroup(_message.Message):
     __slots__ = ("group_id", "size", "left_out")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]

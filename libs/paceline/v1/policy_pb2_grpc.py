@@ -45,6 +45,11 @@ class PolicyServiceStub:
                 request_serializer=paceline_dot_v1_dot_policy__pb2.SavePolicyCheckpointRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_policy__pb2.SavePolicyCheckpointResponse.FromString,
                 _registered_method=True)
+        self.KeepRanks = channel.stream_stream(
+                '/paceline.v1.PolicyService/KeepRanks',
+                request_serializer=paceline_dot_v1_dot_policy__pb2.RankNews.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_policy__pb2.RankOrder.FromString,
+                _registered_method=True)
 
 
 class PolicyServiceServicer:
@@ -65,6 +70,13 @@ class PolicyServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def KeepRanks(self, request_iterator, context):
+        """Called by the trainer's process on another node, which keeps the ranks there. The call lasts as long as these ranks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PolicyServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +89,11 @@ def add_PolicyServiceServicer_to_server(servicer, server):
                     servicer.SavePolicyCheckpoint,
                     request_deserializer=paceline_dot_v1_dot_policy__pb2.SavePolicyCheckpointRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_policy__pb2.SavePolicyCheckpointResponse.SerializeToString,
+            ),
+            'KeepRanks': grpc.stream_stream_rpc_method_handler(
+                    servicer.KeepRanks,
+                    request_deserializer=paceline_dot_v1_dot_policy__pb2.RankNews.FromString,
+                    response_serializer=paceline_dot_v1_dot_policy__pb2.RankOrder.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -134,6 +151,33 @@ class PolicyService:
             '/paceline.v1.PolicyService/SavePolicyCheckpoint',
             paceline_dot_v1_dot_policy__pb2.SavePolicyCheckpointRequest.SerializeToString,
             paceline_dot_v1_dot_policy__pb2.SavePolicyCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def KeepRanks(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/paceline.v1.PolicyService/KeepRanks',
+            paceline_dot_v1_dot_policy__pb2.RankNews.SerializeToString,
+            paceline_dot_v1_dot_policy__pb2.RankOrder.FromString,
             options,
             channel_credentials,
             insecure,

@@ -32,6 +32,18 @@ def test_a_learner_with_slots_of_its_own_is_a_pool_of_its_own() -> None:
     assert (policy.services, policy.asks) == (TRAINERS, {CPU: 3.0})
 
 
+def test_each_further_node_of_the_policy_is_a_pool_that_is_stopped_after_the_trainer() -> None:
+    apart = ("coordinator.placement=disaggregated", "coordinator.learner_slots=6")
+    found = pools(*apart, "run.policy_nodes=3")
+    names, services = [pool.name for pool in found], [pool.services for pool in found]
+    assert names == ["control", "rollout", "policy-1", "policy-2", "policy"]
+    assert services[2:] == [("policy_trainer-1",), ("policy_trainer-2",), TRAINERS]
+    assert [pool.asks for pool in found[2:]] == [{CPU: 2.0}] * 3
+    check_room(found, [{CPU: 2.0}] * 4)
+    with pytest.raises(ConfigError, match=r"set gateway.engine.workers.*8 CPU"):
+        check_room(found, [{CPU: 2.0}] * 3)
+
+
 TWO = (
     'addresses.more_gateways=["127.0.0.1:8001"]',
     'addresses.more_gateways_http=["127.0.0.1:8002"]',
@@ -72,7 +84,7 @@ def test_a_pool_that_is_on_no_node_is_refused(nodes: list[dict[str, float]]) -> 
 
 def test_the_ranks_of_a_trainer_are_limited_by_the_largest_node() -> None:
     apart = pools("coordinator.placement=disaggregated", "coordinator.learner_slots=4")
-    with pytest.raises(ConfigError, match=r"set coordinator.learner_slots.*4 of them on one node"):
+    with pytest.raises(ConfigError, match=r"set run.policy_nodes.*4 of them on one node"):
         check_room(apart, [{CPU: 3.0}, {CPU: 3.0}])
 
 

@@ -294,6 +294,19 @@ def test_the_trainer_takes_what_the_coordinator_lets_grow_old_on_the_slots_it_ha
         planned(asynchronous, "policy_trainer.max_staleness=0")
 
 
+def test_the_nodes_of_a_policy_have_equal_shares_of_its_slots_and_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plan, "gpu_bytes", list)
+    apart = ("coordinator.placement=disaggregated", "coordinator.learner_slots=4")
+    assert planned(*apart, "run.policy_nodes=4").overrides[0] == "policy_trainer.ranks=4"
+    for wrong in ((*apart, "run.policy_nodes=3"), ("run.policy_nodes=2",)):
+        with pytest.raises(ConfigError, match="an equal share of the policy's slots and ranks"):
+            planned(*wrong)
+    with pytest.raises(ConfigError, match=r"policy_trainer.ranks=3"):
+        planned(*apart, "run.policy_nodes=2", "policy_trainer.ranks=3")
+
+
 COARSE = (
     ("gateway.engine.dtype=bfloat16",),
     ("policy_trainer.publish_dtype=bfloat16",),

@@ -1,0 +1,94 @@
+"""Keeps the ranks of a node for their trainer on another node (hosts.py)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, suppress
+from math import inf
+from typing import Any
+
+import grpc
+
+from paceline.errors import PacelineError
+from paceline.ranks.group import RankGroup
+from paceline.ranks.hosts import READY
+from paceline.rpc import error_from_rpc, responses
+from paceline.telemetry import get_logger
+from paceline.v1.policy_pb2 import RankNews
+
+_AGAIN_S = 0.5
+_START_S = 86_400.0  # the trainer has the deadline
+_log = get_logger(__name__)
+
+
+async def host_ranks(
+    group: RankGroup, offer: RankNews, dial: Callable[[Any], Any], stop: asyncio.Event
+) -> None:
+    """Keeps a node's ranks for their trainer until `stop` is set. `dial` calls the trainer. No rank
+    is left afterwards.
+    """
+    stopping = asyncio.create_task(stop.wait())
+    while not stop.is_set():
+        keeping = asyncio.create_task(_keep(group, offer, dial))
+        await asyncio.wait({keeping, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        keeping.cancel()
+        with suppress(asyncio.CancelledError):
+            await keeping
+        await asyncio.wait({stopping}, timeout=_AGAIN_S)
+
+
+async def _keep(group: RankGroup, offer: RankNews, dial: Callable[[Any], Any]) -> None:
+    """One call, and its ranks."""
+    news: asyncio.Queue[RankNews | None] = asyncio.Queue()
+    news.put_nowait(offer)
+    running: asyncio.Task[None] | None = None
+    grace_s = 0.0
+    try:
+        async with aclosing(responses(dial(_until_none(news)))) as orders:
+            async for order in orders:
+                if order.HasField("start"):
+                    running = asyncio.create_task(_run(group, order.start, news))
+                elif order.HasField("message"):
+                    with suppress(PacelineError):  # _run reports it
+                        group.send(order.message)
+                else:
+                    grace_s = order.stop_s
+                    break
+            await _end(group, running, grace_s)  # the trainer awaits the end of the call
+    except grpc.aio.AioRpcError as error:
+        _log.warning("trainer_away", error=str(error_from_rpc(error)))
+    finally:
+        await _end(group, running, 0.0)
+
+
+async def _end(group: RankGroup, running: asyncio.Task[None] | None, grace_s: float) -> None:
+    if running is not None:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    await group.end_ranks(grace_s)
+
+
+async def _run(group: RankGroup, store: str, news: asyncio.Queue[RankNews | None]) -> None:
+    """Starts the ranks and forwards their messages, until a rank is lost."""
+
+    def forward(rank: int, message: bytes) -> bool:
+        news.put_nowait(RankNews(rank=rank, message=message))
+        return True
+
+    group.on_progress = forward
+    try:
+        await group.start(_START_S, store)
+        for rank in group.own:
+            forward(rank, READY)
+        while True:
+            forward(*await group.receive(inf))
+    except PacelineError as error:
+        await group.end_ranks(0.0)  # none is left when the trainer receives the loss
+        news.put_nowait(RankNews(lost=str(error)))
+        news.put_nowait(None)
+
+
+async def _until_none(news: asyncio.Queue[RankNews | None]) -> AsyncIterator[RankNews]:
+    while (one := await news.get()) is not None:
+        yield one
