@@ -96,7 +96,13 @@ def test_a_policy_on_two_nodes_has_the_weights_of_one_on_one_node_also_after_a_l
 ) -> None:
     port, runs = free_ports(1)[0], [tmp_path / one / "demo-0-1" for one in ("there", "here")]
     apart = ("coordinator.placement=disaggregated", "coordinator.learner_slots=2")
-    words = (*SMALL, *apart, "policy_trainer.ranks=2", "gateway.engine.workers=1", "--steps", "2")
+    rule = tmp_path / "lengths.py"
+    rule.write_text(
+        "class Length:\n    def score(self, episode): return len(episode.text) % 7 / 7\n"
+    )
+    learns = (f"gateway.rewards.own.length={rule}:Length", "coordinator.reward=length")
+    ranks = ("policy_trainer.ranks=2", "gateway.engine.workers=1", "--steps", "2")
+    words = (*SMALL, *apart, *learns, *ranks)
     with ray_nodes({HEAD: 0, **dict.fromkeys(NODES[:3], 1)}, port):
         redis = f"redis.durable_url=redis://127.0.0.1:{free_ports(1)[0]}"
         launched = ("--launcher", "ray", "--address", f"{HEAD}:{port}", "run.policy_nodes=2")
