@@ -56,6 +56,6 @@ def use_huge_pages(spans: Iterable[tuple[int, int]]) -> None:
         pages.append((first, end))
     # Few calls: with each, the system waits for every processor.
     for first, end in pages if sys.platform == "linux" else ():
-        place, size = ctypes.c_void_p(first * HUGE_PAGE), ctypes.c_size_t((end - first) * HUGE_PAGE)
+        place = ctypes.c_void_p(first * HUGE_PAGE), ctypes.c_size_t((end - first) * HUGE_PAGE)
         for advice in _ADVICE:
-            ctypes.CDLL(None).madvise(place, size, advice)
+            ctypes.CDLL(None).madvise(*place, advice)

@@ -190,7 +190,7 @@ async def keep_ranks(config: PolicyTrainerConfig, stop: asyncio.Event) -> None:
         rank_group(config) as group,
         channel(config.addresses.policy_trainer, config.security) as to_trainer,
     ):
-        stub = PolicyServiceStub(to_trainer)  # type: ignore[no-untyped-call]
+        stub = PolicyServiceStub(to_trainer)
         dial = partial(stub.KeepRanks, wait_for_ready=True)
         await host_ranks(group, pb.RankNews(run_id=config.run.id, node=config.node), dial, stop)
 

@@ -121,7 +121,7 @@ class LimitedNet(DraftNet):
     def token_ids(self) -> Tensor | None:
         """See DraftNet.token_ids."""
         d2t, t2d = self._buffers.get("d2t"), self._buffers.get("t2d")
-        if d2t is None or len(d2t) == len(t2d):
+        if d2t is None or t2d is None or len(d2t) == len(t2d):
             return None
         return d2t + torch.arange(len(d2t), device=d2t.device)
 
