@@ -90,10 +90,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def linear_padded(x: Tensor, weight: Tensor) -> Tensor:
-    """`linear` of x [M, K], computed with the number of rows that is fastest."""
-    if spare := spare_rows(x):
-        x = functional.pad(x, (0, 0, 0, spare))
-    return linear(x, weight)[: len(x) - spare]
+    """`linear` of x [..., K]; of x [M, K] with the number of rows that is fastest."""
+    if x.dim() != 2 or not (spare := spare_rows(x)):
+        return linear(x, weight)
+    return linear(functional.pad(x, (0, 0, 0, spare)), weight)[: len(x)]
 
 
 def added(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
