@@ -63,7 +63,7 @@ MEASURED_ROWS = (1, 2, 3, 4, 5, 8, 16, MOST_ROWS)
 _TIMED_BYTES = 64 << 20
 """Weights read per timing, more than the caches hold."""
 _TIMINGS = 4
-_MARGIN = 1.1
+_MARGIN = 1.05
 """Factor by which a form must be faster than `linear` to replace it."""
 
 
@@ -270,14 +270,21 @@ def serve_matrices(weights: Iterable[Tensor]) -> None:
     if new := {name: same for name, same in groups.items() if name not in old}:
         machine |= _fastest_forms(new, usable)
         _write_choices(known)
-    onednn, copies = torch.ops.mkldnn, list[tuple[int, int]]()
+    packed = list[ServedMatrix]()
     for name, same in groups.items():
         for one in same:
             matrix = _served[id(one)] = ServedMatrix(one, machine[name])
             weakref.finalize(one, _served.pop, id(one), None)
             if "packed" in machine[name]:
-                matrix.pack()
-                copies.append((onednn.data_ptr(matrix.copy), onednn._nbytes(matrix.copy)))
+                packed.append(matrix)
+    _pack(packed)
+
+
+def _pack(matrices: Iterable[ServedMatrix]) -> None:
+    onednn, copies = torch.ops.mkldnn, list[tuple[int, int]]()
+    for matrix in matrices:
+        matrix.pack()
+        copies.append((onednn.data_ptr(matrix.copy), onednn._nbytes(matrix.copy)))
     processor.use_huge_pages(copies)
 
 
@@ -320,6 +327,7 @@ def _fastest_forms(
         for name, same in groups.items()
         if layer < len(same)
     ]
+    _pack(matrix for name, matrix in timed if "packed" in usable[name])
     chosen: dict[str, list[str]] = {name: [] for name in groups}
     generator = torch.Generator().manual_seed(0)
     for rows in MEASURED_ROWS:
