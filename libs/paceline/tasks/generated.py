@@ -25,6 +25,7 @@ SIZE = 2_000
 SEED_STRIDE = 1_000_000
 """reasoning-gym draws task i of seed s with s + i, so that near seeds share tasks."""
 ALLOWED = f"{SOURCE}FAMILY[?OPTION=VALUE&...],FAMILY...[#SEED]"
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _COMMA = re.compile(r",(?=[a-z])")
 """Separates families; values of options are JSON, in which no bare word follows a comma."""
 
@@ -107,8 +108,8 @@ def _value(text: str) -> Any:
 class GeneratedAnswer:
     """Scores a response with the verifier of its task's family.
 
-    The answer is in the last <answer> tags, as the system prompts of reasoning-gym demand. A
-    response without tags is itself the answer.
+    The answer is in the last <answer> tags, as the system prompts of reasoning-gym demand. Without
+    tags it is the last number, if the task's answer is a number, else the whole response.
     """
 
     def score(self, episode: Any) -> float:
@@ -117,6 +118,8 @@ class GeneratedAnswer:
 
         metadata = episode.task.metadata
         dataset, _ = _generator(metadata[FAMILY])
-        tagged = extract_answer(episode.text)
-        answer = episode.text.strip() if tagged is None else tagged
+        answer = extract_answer(episode.text)
+        if answer is None:
+            numbers = _NUMBER.fullmatch(episode.task.answer) and _NUMBER.findall(episode.text)
+            answer = numbers[-1] if numbers else episode.text.strip()
         return float(dataset.score_answer(answer, dataset[int(metadata[INDEX])]))

@@ -41,13 +41,16 @@ def test_neighbouring_seeds_share_no_task(reasoning_gym: Path) -> None:
 
 
 @pytest.mark.real
-def test_the_last_answer_in_tags_or_a_response_without_is_scored_by_the_family(
+def test_the_last_answer_in_tags_or_the_last_number_is_scored_by_the_family(
     reasoning_gym: Path,
 ) -> None:
     for task in TaskFile(MIXED):
         assert score(task, f"<answer>17, no</answer> <answer>{task.answer}</answer>") == 1.0
         assert score(task, f"{task.answer}\n") == 1.0
         assert score(task, f"{task.answer} <answer>none</answer>") == 0.0
+    first = TaskFile(MIXED)[0]
+    assert score(first, f"It is not 5, so the sum is {first.answer}.") == 1.0
+    assert score(first, f"{first.answer}, or rather 5000") == 0.0
     last = TaskFile(MIXED)[-1]  # this verifier takes any spelling of the number
     assert score(last, f"<answer>{int(last.answer)}.0</answer>") == 1.0
 
