@@ -72,7 +72,7 @@ def test_an_unusable_source_is_refused(source: str, seen: str, reasoning_gym: Pa
 
 
 def test_the_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # an import then raises ImportError
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)  # an import raises ImportError
     with pytest.raises(TaskFileError, match=r"pip install 'paceline\[reasoning-gym\]'"):
         TaskFile("reasoning_gym:chain_sum?max_digits=9")
 
