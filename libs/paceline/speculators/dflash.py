@@ -128,11 +128,9 @@ class DflashNet(layer_net.LayerNet):
     def __init__(self, shape: DflashShape, options: DflashOptions, *, seed: int = 0) -> None:
         super().__init__()
         if not 0 <= shape.mask_token_id < shape.config.vocab_size:
-            raise InvalidInput(
-                "mask_token_id is no row of the target's embedding",
-                seen=shape.mask_token_id,
-                allowed=f"0 to {shape.config.vocab_size - 1}",
-            )
+            message = "mask_token_id is no row of the target's embedding"
+            seen = shape.mask_token_id
+            raise InvalidInput(message, seen=seen, allowed=f"0 to {shape.config.vocab_size - 1}")
         self.shape, self.config, self.options = shape, shape.config, options
         self.depth, self.ahead = shape.config.num_layers, shape.block_size
         self.inner = shape.inner
@@ -171,11 +169,8 @@ class DflashNet(layer_net.LayerNet):
         own = layer_net.open_config(raw, KIND, "dflash_config", _VARIANTS)
         net.check_fit(raw, {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size})
         if own.get("num_target_layers", target.num_layers) != target.num_layers:
-            raise InvalidInput(
-                "num_target_layers of drafter and target differ",
-                seen=own["num_target_layers"],
-                allowed=target.num_layers,
-            )
+            message = "num_target_layers of drafter and target differ"
+            raise InvalidInput(message, seen=own["num_target_layers"], allowed=target.num_layers)
         config = parse_config({**raw, "architectures": ["Qwen3ForCausalLM"]})
         shape = DflashShape(
             replace(config, max_position_embeddings=target.max_position_embeddings),
@@ -186,11 +181,8 @@ class DflashNet(layer_net.LayerNet):
         )
         asked = options.block_size
         if "block_size" in options.model_fields_set and asked != shape.block_size:
-            raise InvalidInput(
-                "block_size is not what the checkpoint was trained for",
-                seen=asked,
-                allowed=shape.block_size,
-            )
+            message = "block_size is not what the checkpoint was trained for"
+            raise InvalidInput(message, seen=asked, allowed=shape.block_size)
         return of_size(cls(shape, options), raw)
 
     @property
@@ -306,11 +298,9 @@ class DflashDrafter(layer_drafter.CachedDrafter[DflashNet]):
         """
         super().__init__(setup)
         if setup.steps > self._net.drafts:
-            raise ConfigError(
-                "an arm asks for more drafts than the checkpoint's block was trained for",
-                seen=setup.steps,
-                allowed=f"1 to {self._net.drafts} (block_size - 1)",
-            )
+            message = "an arm asks for more drafts than the checkpoint's block was trained for"
+            allowed = f"1 to {self._net.drafts} (block_size - 1)"
+            raise ConfigError(message, seen=setup.steps, allowed=allowed)
 
     def _fuse(self, net: DflashNet) -> None:
         tensors = {name: value.detach() for name, value in net.state_dict().items()}

@@ -129,18 +129,14 @@ class Eagle3Net(layer_net.ChainNet):
         if own.get("use_aux_hidden_state") is False:
             raise InvalidInput("use_aux_hidden_state is not supported", seen=False, allowed=True)
         if raw.get("target_hidden_size", target.hidden_size) != target.hidden_size:
-            raise InvalidInput(
-                "target_hidden_size differs",
-                seen=raw["target_hidden_size"],
-                allowed=target.hidden_size,
-            )
+            message = "target_hidden_size differs"
+            raise InvalidInput(message, seen=raw["target_hidden_size"], allowed=target.hidden_size)
 
         size = raw.get("draft_vocab_size")
         if type(size) is not int or not 0 < size <= target.vocab_size:
             allowed = f"1 to {target.vocab_size}: the rows of its own lm_head"
-            raise InvalidInput(
-                "draft_vocab_size", seen="(none)" if size is None else size, allowed=allowed
-            )
+            message = "draft_vocab_size"
+            raise InvalidInput(message, seen="(none)" if size is None else size, allowed=allowed)
 
         config = parse_config({**raw, "architectures": ["LlamaForCausalLM"]})
         config = replace(config, max_position_embeddings=target.max_position_embeddings)
@@ -156,9 +152,8 @@ class Eagle3Net(layer_net.ChainNet):
         vocab_size = self.config.vocab_size
         if len(self.d2t) != vocab_size or len(counts) != vocab_size:
             seen = f"{len(self.d2t)} tokens, counts of {len(counts)}"
-            raise InvalidInput(
-                "a draft vocabulary is chosen once, of all tokens", seen=seen, allowed=vocab_size
-            )
+            message = "a draft vocabulary is chosen once, of all tokens"
+            raise InvalidInput(message, seen=seen, allowed=vocab_size)
         size = vocabulary.draft_size(self.options.draft_vocab_size, vocab_size)
         chosen = vocabulary.frequent_tokens(counts, size).to(self.d2t.device)
         self.limit(chosen)

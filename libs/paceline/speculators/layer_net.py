@@ -291,9 +291,8 @@ def check_one_layer(raw: Mapping[str, Any], target: ModelConfig) -> None:
     check_fit(raw, {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size})
     layers = raw.get("num_hidden_layers", "(none)")
     if layers != 1:
-        raise InvalidInput(
-            "num_hidden_layers does not fit: this drafter has one layer", seen=layers, allowed=1
-        )
+        message = "num_hidden_layers does not fit: this drafter has one layer"
+        raise InvalidInput(message, seen=layers, allowed=1)
 
 
 def open_config(
@@ -310,9 +309,8 @@ def open_config(
         raise InvalidInput(f"{section} must be an object", seen=inside, allowed="an object")
     for key in variants:
         if on := raw.get(key) or inside.get(key):
-            raise InvalidInput(
-                f"{key} is not supported in a drafter {kind.name}", seen=on, allowed=False
-            )
+            message = f"{key} is not supported in a drafter {kind.name}"
+            raise InvalidInput(message, seen=on, allowed=False)
     return {**raw, **inside}
 
 

@@ -82,9 +82,8 @@ class EngineWeights:
                 self.policy = write(self.policy, new)
                 self._speculation.bind(self.policy)
         except Exception as error:
-            raise EngineBroken(
-                f"an update of the policy was interrupted: {type(error).__name__}: {error}"
-            ) from error
+            message = f"an update of the policy was interrupted: {type(error).__name__}: {error}"
+            raise EngineBroken(message) from error
         self._model, self._directory = replace(self._model, profile=new.profile), new.path
 
     def release(self) -> int:
