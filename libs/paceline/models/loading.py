@@ -272,9 +272,7 @@ def fuse_layer(
     prefix.
     """
     there = [one for one in layer_records(config, prefix) if one.parts[0].name in tensors]
-    built = {one.place: one.built(tensors, dtype, device, None) for one in there}
-    products.serve_matrices(one for one in built.values() if isinstance(one, Tensor))
-    return layer_of(built)
+    return layer_of({one.place: one.built(tensors, dtype, device, None) for one in there})
 
 
 def layer_of(built: Mapping[str, Matrix], place: str = "") -> LayerWeights:

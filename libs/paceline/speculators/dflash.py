@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from paceline.config import Config
 from paceline.errors import ConfigError, InvalidInput
-from paceline.models import cache, decoder, loading, products
+from paceline.models import decoder, products
 from paceline.models.config import ModelConfig, parse_config, read_count
 from paceline.speculators import base, kinds, layer_drafter, layer_net, net, net_drafter, packed
 from paceline.speculators.vocabulary import LimitedOptions, of_size, with_tokens
@@ -302,15 +302,14 @@ class DflashDrafter(layer_drafter.CachedDrafter[DflashNet]):
             allowed = f"1 to {self._net.drafts} (block_size - 1)"
             raise ConfigError(message, seen=setup.steps, allowed=allowed)
 
-    def _fuse(self, net: DflashNet) -> None:
-        tensors = {name: value.detach() for name, value in net.state_dict().items()}
+    def _fuse(self, net: DflashNet, tensors: Mapping[str, Tensor]) -> None:
         self._fc, self._hidden_norm, self._norm = (
             tensors[f"{name}.weight"].to(self._device, self._dtype)
             for name in ("fc", "hidden_norm", "norm")
         )
         self._stack = tuple(
-            loading.fuse_layer(self._config, tensors, prefix, self._dtype, self._device)
-            for prefix in (f"layers.{index}." for index in range(self._config.num_layers))
+            self._fused_layer(tensors, f"layers.{index}.")
+            for index in range(self._config.num_layers)
         )
         heads, projections, norms = self._config.num_heads, [], []
         for layer in self._stack:
@@ -319,7 +318,6 @@ class DflashDrafter(layer_drafter.CachedDrafter[DflashNet]):
             projections.append(layer.qkv[heads * self._config.head_dim :])
             norms.append(layer.qk_norm[heads:])
         self._context = torch.cat(projections)  # to keys and values of all layers
-        products.serve_matrices((self._fc, self._context))
         self._key_norms = torch.stack(norms)
         self._use_fast_products(self._stack, self._fc, self._context)
 
@@ -356,15 +354,9 @@ class DflashDrafter(layer_drafter.CachedDrafter[DflashNet]):
         bases = torch.tensor(batch.lengths, device=device) - 1
         length = max(batch.lengths) - 1 + size
         seen = torch.arange(length, device=device) < (bases + size)[:, None]
-        block = decoder.make_block(
-            self._config,
-            self._rotation,
-            self._cache,
-            cache.cache_rows(batch.slots),
-            bases[:, None] + torch.arange(size, device=device),
-            length,
-            decoder.Layout(visible=seen[:, None].expand(count, size, length)),
-        )
+        positions = bases[:, None] + torch.arange(size, device=device)
+        layout = decoder.Layout(visible=seen[:, None].expand(count, size, length))
+        block = self._masked_block(batch, positions, length, layout)
         tokens = batch.token_ids.new_full((count, size), net.shape.mask_token_id)
         tokens[:, 0] = batch.token_ids[torch.tensor(batch.slots, device=device), bases]
         x = functional.embedding(tokens.view(-1), self._target.embed)
