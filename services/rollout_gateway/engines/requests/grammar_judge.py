@@ -141,13 +141,9 @@ class GrammarJudge:
         self._process = self._finalizer = None
 
     def _start(self) -> subprocess.Popen[bytes]:
+        module = "paceline.services.rollout_gateway.engines.requests.grammar_judge"
         process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "paceline.services.rollout_gateway.engines.requests.grammar_judge",
-                *self._arguments,
-            ],
+            [sys.executable, "-m", module, *self._arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=processes.child_environment(),
