@@ -55,12 +55,9 @@ def read_version(path: Path, start: Path | None) -> Mapping[str, Tensor]:
     added = _read_document(path / FILE)
     found = hash_of_start(start) if start is not None else "none"
     if start is None or found != added.start:
-        raise WeightsError(
-            "these adapters were trained over another start policy",
-            seen=added.start,
-            allowed=f"{found}, of {start}",
-            reason="OTHER_START",
-        )
+        message = "these adapters were trained over another start policy"
+        seen = added.start
+        raise WeightsError(message, seen=seen, allowed=f"{found}, of {start}", reason="OTHER_START")
     return MergedTensors(read_tensors(start), read_tensors(path), added.scale)
 
 
@@ -77,11 +74,9 @@ class MergedTensors(Mapping[str, Tensor]):
             stem = name.removesuffix(DOWN).removesuffix(UP)
             weight = start.get(f"{stem}.weight")
             if stem == name or weight is None or weight.ndim != 2:
-                raise WeightsError(
-                    "an adapter of no matrix of the start policy",
-                    seen=name,
-                    allowed=f"a matrix's name, with {DOWN} or {UP}",
-                )
+                message = "an adapter of no matrix of the start policy"
+                allowed = f"a matrix's name, with {DOWN} or {UP}"
+                raise WeightsError(message, seen=name, allowed=allowed)
             rank = adapters[name].shape[0 if name.endswith(DOWN) else -1]
             shapes[stem + DOWN] = (rank, weight.shape[1])
             shapes[stem + UP] = (weight.shape[0], rank)

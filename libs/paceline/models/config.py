@@ -103,17 +103,13 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise InvalidInput(
-                "num_attention_heads must be a multiple of num_key_value_heads",
-                seen=f"{self.num_heads}, {self.num_kv_heads}",
-                allowed=f"num_key_value_heads that divides {self.num_heads}",
-            )
+            message = "num_attention_heads must be a multiple of num_key_value_heads"
+            seen = f"{self.num_heads}, {self.num_kv_heads}"
+            allowed = f"num_key_value_heads that divides {self.num_heads}"
+            raise InvalidInput(message, seen=seen, allowed=allowed)
         if self.head_dim < 2 or self.head_dim % 2:
-            raise InvalidInput(
-                "head_dim must be even for rotary positions",
-                seen=self.head_dim,
-                allowed="2, 4, ...",
-            )
+            message = "head_dim must be even for rotary positions"
+            raise InvalidInput(message, seen=self.head_dim, allowed="2, 4, ...")
 
     @property
     def group(self) -> int:
@@ -150,15 +146,11 @@ def check_model(directory: Path) -> None:
         raw = read_config_json(directory)
         name = architecture(raw)
     except InvalidInput as error:
-        raise ConfigError(
-            f"model is no Hugging Face directory: {error.message}", seen=directory
-        ) from error
+        message = f"model is no Hugging Face directory: {error.message}"
+        raise ConfigError(message, seen=directory) from error
     if name not in ARCHITECTURES:
-        raise ConfigError(
-            f"the model of {directory} is not known here",
-            seen=name,
-            allowed=", ".join(ARCHITECTURES),
-        )
+        message = f"the model of {directory} is not known here"
+        raise ConfigError(message, seen=name, allowed=", ".join(ARCHITECTURES))
     reading.check_vocabulary(reading.read_text(directory), raw.get("vocab_size"))
 
 
@@ -177,9 +169,8 @@ def architecture(raw: Mapping[str, Any]) -> str:
     """
     names = raw.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise InvalidInput(
-            "architectures must be a list with one name", seen=_shown(names), allowed="a list"
-        )
+        message = "architectures must be a list with one name"
+        raise InvalidInput(message, seen=_shown(names), allowed="a list")
     return names[0]
 
 
@@ -192,9 +183,8 @@ def parse_config(raw: Mapping[str, Any], *, experts: bool = False) -> ModelConfi
     known = ARCHITECTURES | (EXPERT_ARCHITECTURES if experts else {})
     family = known.get(name)
     if family is None:
-        raise InvalidInput(
-            "architectures names a model not known here", seen=name, allowed=sorted(known)
-        )
+        message = "architectures names a model not known here"
+        raise InvalidInput(message, seen=name, allowed=sorted(known))
 
     _reject_unsupported(raw)
     raw = {**DEFAULTS[family], **raw}
@@ -257,18 +247,15 @@ def _reject_windows(raw: Mapping[str, Any]) -> None:
         full = layers if window is None else read_count(raw, "max_window_layers", FULL_LAYERS, 0)
         types = [FULL] * min(full, layers) + [SLIDING] * (layers - full)
     elif not isinstance(types, list) or len(types) != layers:
-        raise InvalidInput(
-            "layer_types must be a list with one name a layer", seen=types, allowed=layers
-        )
+        message = "layer_types must be a list with one name a layer"
+        raise InvalidInput(message, seen=types, allowed=layers)
 
     positions = read_count(raw, "max_position_embeddings")
     for kind in types:
         if kind == SLIDING and window is not None and window < positions:
-            raise InvalidInput(
-                "sliding_window is not supported where it is shorter than a sequence",
-                seen=window,
-                allowed=f"max_position_embeddings, {positions}, or more; or only {FULL} layers",
-            )
+            message = "sliding_window is not supported where it is shorter than a sequence"
+            allowed = f"max_position_embeddings, {positions}, or more; or only {FULL} layers"
+            raise InvalidInput(message, seen=window, allowed=allowed)
         if kind != FULL and (kind != SLIDING or window is None):
             raise InvalidInput("layer_types is not supported", seen=kind, allowed=FULL)
 
@@ -290,9 +277,8 @@ def read_count(
     if value is None and default is not None:
         return default
     if type(value) is not int or not least <= value <= most:
-        raise InvalidInput(
-            f"{key} must be a whole number", seen=_shown(value), allowed=f"{least} to {most}"
-        )
+        message = f"{key} must be a whole number"
+        raise InvalidInput(message, seen=_shown(value), allowed=f"{least} to {most}")
     return value
 
 
@@ -323,9 +309,8 @@ def _rope(raw: Mapping[str, Any]) -> RopeConfig:
     key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     scaling = raw.get(key) or {}
     if not isinstance(scaling, dict):
-        raise InvalidInput(
-            f"{key} must be an object", seen=scaling, allowed="an object with rope_type"
-        )
+        message = f"{key} must be an object"
+        raise InvalidInput(message, seen=scaling, allowed="an object with rope_type")
 
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in ROPE_TYPES:
@@ -342,9 +327,8 @@ def _rope(raw: Mapping[str, Any]) -> RopeConfig:
         return rope
     low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
     if high <= low:
-        raise InvalidInput(
-            "high_freq_factor must be above low_freq_factor", seen=high, allowed=f"> {low}"
-        )
+        message = "high_freq_factor must be above low_freq_factor"
+        raise InvalidInput(message, seen=high, allowed=f"> {low}")
 
     original = read_count(scaling, "original_max_position_embeddings")
     return replace(rope, low_freq_factor=low, high_freq_factor=high, original_max_position=original)

@@ -189,11 +189,9 @@ def _written(file: IO[bytes], tensors: Iterator[tuple[str, Tensor]]) -> dict[str
             file.write(raw.data)
             file.flush()
         except OSError as error:
-            raise ResourceExhausted(
-                f"no room to stage {name}: {error.strerror}",
-                seen=f"{end + raw.nbytes} bytes",
-                allowed="what the disk has left",
-            ) from error
+            message = f"no room to stage {name}: {error.strerror}"
+            seen = f"{end + raw.nbytes} bytes"
+            raise ResourceExhausted(message, seen=seen, allowed="what the disk has left") from error
         end += -(-raw.nbytes // ALIGNED) * ALIGNED
     file.truncate(end)
     # Private: torch requires writable memory.

@@ -171,17 +171,12 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
                 part = {name: opened.get_tensor(name) for name in names}
         except (SafetensorError, OSError) as error:
             size = path.stat().st_size
-            raise DataLoss(
-                f"cannot read {path.name}: {error}",
-                seen=f"{path}, {size} bytes",
-                allowed="a whole safetensors file",
-            ) from error
+            message = f"cannot read {path.name}: {error}"
+            seen = f"{path}, {size} bytes"
+            raise DataLoss(message, seen=seen, allowed="a whole safetensors file") from error
         if twice := sorted(tensors.keys() & part.keys()):
-            raise WeightsError(
-                f"tensor {twice[0]} is in two files",
-                seen=path.name,
-                allowed="one file for each tensor",
-            )
+            message = f"tensor {twice[0]} is in two files"
+            raise WeightsError(message, seen=path.name, allowed="one file for each tensor")
         tensors |= part
 
     return tensors
@@ -195,11 +190,8 @@ def weight_files(directory: Path) -> list[Path]:
     whole = directory / "model.safetensors"
     files = [whole] if whole.is_file() else sorted(directory.glob("model-*.safetensors"))
     if not files:
-        raise InvalidInput(
-            "not a checkpoint directory: it has no weights",
-            seen=directory,
-            allowed="model.safetensors or its shards",
-        )
+        message = "not a checkpoint directory: it has no weights"
+        raise InvalidInput(message, seen=directory, allowed="model.safetensors or its shards")
     return files
 
 
@@ -224,19 +216,16 @@ def check_tensors(
     """
     missing, extra = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())
     if missing:
-        raise WeightsError(
-            f"tensor {missing[0]} is missing{_and_others(missing)}",
-            seen=f"{len(tensors)} tensors",
-            allowed=f"the {len(shapes)} of this model, this one of shape {shapes[missing[0]]}",
-        )
+        message = f"tensor {missing[0]} is missing{_and_others(missing)}"
+        allowed = f"the {len(shapes)} of this model, this one of shape {shapes[missing[0]]}"
+        raise WeightsError(message, seen=f"{len(tensors)} tensors", allowed=allowed)
 
     if extra:
         near = get_close_matches(extra[0], shapes, 2, 0.0)
-        raise WeightsError(
-            f"tensor {extra[0]} is not part of this model{_and_others(extra)}",
-            seen=f"{len(tensors)} tensors, this one of shape {tuple(tensors[extra[0]].shape)}",
-            allowed=f"the {len(shapes)} of this model, such as {', '.join(near)}",
-        )
+        message = f"tensor {extra[0]} is not part of this model{_and_others(extra)}"
+        seen = f"{len(tensors)} tensors, this one of shape {tuple(tensors[extra[0]].shape)}"
+        allowed = f"the {len(shapes)} of this model, such as {', '.join(near)}"
+        raise WeightsError(message, seen=seen, allowed=allowed)
 
     for name, shape in shapes.items():
         _check_tensor(
@@ -257,9 +246,8 @@ def _check_tensor(
     name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
 ) -> None:
     if tuple(tensor.shape) != shape:
-        raise WeightsError(
-            f"tensor {name} has a wrong shape", seen=tuple(tensor.shape), allowed=shape
-        )
+        message = f"tensor {name} has a wrong shape"
+        raise WeightsError(message, seen=tuple(tensor.shape), allowed=shape)
     if tensor.dtype not in dtypes:
         raise WeightsError(f"tensor {name} has a wrong dtype", seen=tensor.dtype, allowed=dtypes)
 
@@ -269,11 +257,8 @@ def _check_finite(name: str, tensor: Tensor, dtype: torch.dtype | None) -> None:
     if not all(torch.isfinite(one.to(dtype)) for one in torch.aminmax(tensor)):
         wrong = tensor[~torch.isfinite(tensor.to(dtype))]
         where = f" in {str(dtype).removeprefix('torch.')}" if dtype else ""
-        raise WeightsError(
-            f"tensor {name} holds {len(wrong)} numbers that are not finite{where}",
-            seen=float(wrong[0]),
-            allowed="finite",
-        )
+        message = f"tensor {name} holds {len(wrong)} numbers that are not finite{where}"
+        raise WeightsError(message, seen=float(wrong[0]), allowed="finite")
 
 
 def fuse_layer(
@@ -287,9 +272,7 @@ def fuse_layer(
     prefix.
     """
     there = [one for one in layer_records(config, prefix) if one.parts[0].name in tensors]
-    built = {one.place: one.built(tensors, dtype, device, None) for one in there}
-    products.serve_matrices(one for one in built.values() if isinstance(one, Tensor))
-    return layer_of(built)
+    return layer_of({one.place: one.built(tensors, dtype, device, None) for one in there})
 
 
 def layer_of(built: Mapping[str, Matrix], place: str = "") -> LayerWeights:

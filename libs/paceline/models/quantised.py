@@ -142,11 +142,9 @@ def _int8(weight: Tensor, out: Tensor) -> Tensor:
     try:
         from torchao.quantization import MappingType, choose_qparams_affine, quantize_affine
     except ImportError as error:
-        raise ConfigError(
-            "INT8 weights need torchao: pip install 'paceline[int8]'",
-            seen=str(error),
-            allowed="profile = '', fp8_channel or fp8_tensor",
-        ) from error
+        message = "INT8 weights need torchao: pip install 'paceline[int8]'"
+        allowed = "profile = '', fp8_channel or fp8_tensor"
+        raise ConfigError(message, seen=str(error), allowed=allowed) from error
 
     exact, block = weight.float(), (1, weight.shape[1])
     wanted, zeros = choose_qparams_affine(
@@ -181,9 +179,8 @@ def _rounded_up(scales: Tensor, dtype: torch.dtype) -> Tensor:
 def _check_finite(scales: Tensor) -> None:
     wrong = scales[~torch.isfinite(scales)]
     if len(wrong):
-        raise WeightsError(
-            f"{len(wrong)} scales are not finite", seen=float(wrong[0]), allowed="finite"
-        )
+        message = f"{len(wrong)} scales are not finite"
+        raise WeightsError(message, seen=float(wrong[0]), allowed="finite")
 
 
 def _whole_product(x: Tensor, values: Tensor) -> Tensor:

@@ -90,9 +90,8 @@ class TextFiles:
         """
         path = self.directory / "tokenizer.json"
         if not path.is_file():
-            raise ConfigError(
-                "no tokenizer in the model directory", seen=self.directory, allowed=path.name
-            )
+            message = "no tokenizer in the model directory"
+            raise ConfigError(message, seen=self.directory, allowed=path.name)
         try:
             if spelled is None:
                 made = Tokenizer.from_file(str(path))
@@ -113,11 +112,9 @@ class TextFiles:
         if tools and TOOL_USE in self.templates:
             return self.templates[TOOL_USE]
         if DEFAULT not in self.templates:
-            raise InvalidInput(
-                "the model has no default chat template",
-                seen=", ".join(sorted(self.templates)) or "none",
-                allowed="/v1/completions",
-            )
+            message = "the model has no default chat template"
+            seen = ", ".join(sorted(self.templates)) or "none"
+            raise InvalidInput(message, seen=seen, allowed="/v1/completions")
         return self.templates[DEFAULT]
 
 
@@ -138,14 +135,11 @@ def read_text(directory: Path) -> TextFiles:
     try:
         return _read_text(directory)
     except InvalidInput as error:
-        raise ConfigError(
-            f"{directory} holds no tokenizer: {error.message}", seen=error.seen
-        ) from error
+        message = f"{directory} holds no tokenizer: {error.message}"
+        raise ConfigError(message, seen=error.seen) from error
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"tokenizer or chat template of {directory} cannot be read: {error!r}",
-            allowed="files as transformers writes them",
-        ) from error
+        message = f"tokenizer or chat template of {directory} cannot be read: {error!r}"
+        raise ConfigError(message, allowed="files as transformers writes them") from error
 
 
 def _read_text(directory: Path) -> TextFiles:
@@ -183,20 +177,18 @@ def check_vocabulary(text: TextFiles, vocab_size: object) -> None:
         return
     beyond = sorted((one, token) for token, one in text.ids.items() if one >= vocab_size)
     first = ", ".join(f"{token_id} {token!r}" for token_id, token in beyond[:3])
-    raise ConfigError(
-        f"the tokenizer of {text.directory} has more tokens than the model has rows",
-        seen=f"{text.size} tokens; beyond the model: {first}" + ", ..." * (len(beyond) > 3),
-        allowed=f"at most {vocab_size} (vocab_size in config.json)",
-    )
+    message = f"the tokenizer of {text.directory} has more tokens than the model has rows"
+    seen = f"{text.size} tokens; beyond the model: {first}" + ", ..." * (len(beyond) > 3)
+    allowed = f"at most {vocab_size} (vocab_size in config.json)"
+    raise ConfigError(message, seen=seen, allowed=allowed)
 
 
 def token_ids(value: object) -> tuple[int, ...]:
     """The ids of an eos_token_id. Raises InvalidInput."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(type(one) is not int or one < 0 for one in ids):
-        raise InvalidInput(
-            "eos_token_id must be a token id or a list of them", seen=value, allowed=">= 0"
-        )
+        message = "eos_token_id must be a token id or a list of them"
+        raise InvalidInput(message, seen=value, allowed=">= 0")
     return tuple(ids)
 
 

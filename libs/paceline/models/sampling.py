@@ -307,11 +307,11 @@ def draw(
 def _draw_of_few(
     scores: Tensor, positions: Tensor, params: DrawParams, sizes: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """As `_draw_of_all`, from the likeliest tokens of each row where the masks exclude all other
-    tokens. sizes: ascending numbers of tokens to try.
+    """Tokens int64 [N] and gaps float64 [N] of log-probs [N, V], from the likeliest tokens of each
+    row where the masks exclude all other tokens. sizes: ascending numbers of tokens to try.
     """
     if not sizes or scores.shape[-1] <= sizes[0]:
-        return _draw_of_all(scores, positions, params)
+        return _top_two(mask_scores(scores.double(), params), positions, params)
     ordered, ids = scores.topk(sizes[0], dim=-1)
     ordered = ordered.double()
     kept = _kept(ordered, params)
@@ -323,13 +323,6 @@ def _draw_of_few(
             scores[rest], positions[rest], params.rows(rest), sizes[1:]
         )
     return tokens, gaps
-
-
-def _draw_of_all(scores: Tensor, positions: Tensor, params: DrawParams) -> tuple[Tensor, Tensor]:
-    """Tokens int64 [N] and gaps float64 [N] of log-probs [N, V]."""
-    scores = scores.double()
-    masked = mask_scores(scores, params) if params.any_masked else scores
-    return _top_two(masked, positions, params)
 
 
 def _top_two(
@@ -356,8 +349,10 @@ def mask_scores(scores: Tensor, params: DrawParams) -> Tensor:
 
     All ties at the k-th score are kept. top_p keeps the smallest set with at least this mass. min_p
     is relative to the most likely token. Neither top_k nor top_p renormalises: masses refer to the
-    full vocabulary.
+    full vocabulary. Rows without masks stay as they are.
     """
+    if not params.any_masked:
+        return scores
     ordered, ids = scores.sort(dim=-1, descending=True)
     kept = torch.empty_like(ids, dtype=torch.bool).scatter_(1, ids, _kept(ordered, params))
     return scores.masked_fill(~kept, float("-inf"))

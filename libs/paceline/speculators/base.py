@@ -40,9 +40,8 @@ class CaptureSpec:
         held, wanted = layers.split(","), self.layers.split(",") if self.layers else []
         if lacking := [name for name in wanted if name not in held]:
             message = f"captured rows lack states the drafter reads: {', '.join(lacking)}"
-            raise DataLoss(
-                message, seen=layers or "(none)", allowed=f"rows that hold {self.layers}"
-            )
+            seen = layers or "(none)"
+            raise DataLoss(message, seen=seen, allowed=f"rows that hold {self.layers}")
         starts = [held.index(name) for name in wanted]
         first, count = min(starts, default=0), len(starts)
         if starts == list(range(first, first + count)):

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from paceline.config import Config
 from paceline.errors import ConfigError, InvalidInput
-from paceline.models import cache, decoder, loading, products
+from paceline.models import decoder, products
 from paceline.models.config import ModelConfig, parse_config, read_count
 from paceline.speculators import base, kinds, layer_drafter, layer_net, net, net_drafter, packed
 from paceline.speculators.vocabulary import LimitedOptions, of_size, with_tokens
@@ -128,11 +128,9 @@ class DflashNet(layer_net.LayerNet):
     def __init__(self, shape: DflashShape, options: DflashOptions, *, seed: int = 0) -> None:
         super().__init__()
         if not 0 <= shape.mask_token_id < shape.config.vocab_size:
-            raise InvalidInput(
-                "mask_token_id is no row of the target's embedding",
-                seen=shape.mask_token_id,
-                allowed=f"0 to {shape.config.vocab_size - 1}",
-            )
+            message = "mask_token_id is no row of the target's embedding"
+            seen = shape.mask_token_id
+            raise InvalidInput(message, seen=seen, allowed=f"0 to {shape.config.vocab_size - 1}")
         self.shape, self.config, self.options = shape, shape.config, options
         self.depth, self.ahead = shape.config.num_layers, shape.block_size
         self.inner = shape.inner
@@ -171,11 +169,8 @@ class DflashNet(layer_net.LayerNet):
         own = layer_net.open_config(raw, KIND, "dflash_config", _VARIANTS)
         net.check_fit(raw, {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size})
         if own.get("num_target_layers", target.num_layers) != target.num_layers:
-            raise InvalidInput(
-                "num_target_layers of drafter and target differ",
-                seen=own["num_target_layers"],
-                allowed=target.num_layers,
-            )
+            message = "num_target_layers of drafter and target differ"
+            raise InvalidInput(message, seen=own["num_target_layers"], allowed=target.num_layers)
         config = parse_config({**raw, "architectures": ["Qwen3ForCausalLM"]})
         shape = DflashShape(
             replace(config, max_position_embeddings=target.max_position_embeddings),
@@ -186,11 +181,8 @@ class DflashNet(layer_net.LayerNet):
         )
         asked = options.block_size
         if "block_size" in options.model_fields_set and asked != shape.block_size:
-            raise InvalidInput(
-                "block_size is not what the checkpoint was trained for",
-                seen=asked,
-                allowed=shape.block_size,
-            )
+            message = "block_size is not what the checkpoint was trained for"
+            raise InvalidInput(message, seen=asked, allowed=shape.block_size)
         return of_size(cls(shape, options), raw)
 
     @property
@@ -306,21 +298,18 @@ class DflashDrafter(layer_drafter.CachedDrafter[DflashNet]):
         """
         super().__init__(setup)
         if setup.steps > self._net.drafts:
-            raise ConfigError(
-                "an arm asks for more drafts than the checkpoint's block was trained for",
-                seen=setup.steps,
-                allowed=f"1 to {self._net.drafts} (block_size - 1)",
-            )
+            message = "an arm asks for more drafts than the checkpoint's block was trained for"
+            allowed = f"1 to {self._net.drafts} (block_size - 1)"
+            raise ConfigError(message, seen=setup.steps, allowed=allowed)
 
-    def _fuse(self, net: DflashNet) -> None:
-        tensors = {name: value.detach() for name, value in net.state_dict().items()}
+    def _fuse(self, net: DflashNet, tensors: Mapping[str, Tensor]) -> None:
         self._fc, self._hidden_norm, self._norm = (
             tensors[f"{name}.weight"].to(self._device, self._dtype)
             for name in ("fc", "hidden_norm", "norm")
         )
         self._stack = tuple(
-            loading.fuse_layer(self._config, tensors, prefix, self._dtype, self._device)
-            for prefix in (f"layers.{index}." for index in range(self._config.num_layers))
+            self._fused_layer(tensors, f"layers.{index}.")
+            for index in range(self._config.num_layers)
         )
         heads, projections, norms = self._config.num_heads, [], []
         for layer in self._stack:
@@ -329,7 +318,6 @@ class DflashDrafter(layer_drafter.CachedDrafter[DflashNet]):
             projections.append(layer.qkv[heads * self._config.head_dim :])
             norms.append(layer.qk_norm[heads:])
         self._context = torch.cat(projections)  # to keys and values of all layers
-        products.serve_matrices((self._fc, self._context))
         self._key_norms = torch.stack(norms)
         self._use_fast_products(self._stack, self._fc, self._context)
 
@@ -366,15 +354,9 @@ class DflashDrafter(layer_drafter.CachedDrafter[DflashNet]):
         bases = torch.tensor(batch.lengths, device=device) - 1
         length = max(batch.lengths) - 1 + size
         seen = torch.arange(length, device=device) < (bases + size)[:, None]
-        block = decoder.make_block(
-            self._config,
-            self._rotation,
-            self._cache,
-            cache.cache_rows(batch.slots),
-            bases[:, None] + torch.arange(size, device=device),
-            length,
-            decoder.Layout(visible=seen[:, None].expand(count, size, length)),
-        )
+        positions = bases[:, None] + torch.arange(size, device=device)
+        layout = decoder.Layout(visible=seen[:, None].expand(count, size, length))
+        block = self._masked_block(batch, positions, length, layout)
         tokens = batch.token_ids.new_full((count, size), net.shape.mask_token_id)
         tokens[:, 0] = batch.token_ids[torch.tensor(batch.slots, device=device), bases]
         x = functional.embedding(tokens.view(-1), self._target.embed)

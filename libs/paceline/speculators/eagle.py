@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.config import Config
-from paceline.models import decoder, loading, products
+from paceline.models import decoder, products
 from paceline.models.config import ARCHITECTURES as TARGETS
 from paceline.models.config import ModelConfig, parse_config
 from paceline.speculators import kinds, layer_drafter, layer_net, net, packed, vocabulary
@@ -47,16 +47,9 @@ class EagleLayer(nn.Module):
         self.mlp = layer_net.SwiGlu(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        mask: Tensor | None,
-        chain: layer_net.Chain | None,
-    ) -> Tensor:
-        """x [B, T, H] -> same shape; see layer_net.py, Attention.forward, for the rest."""
-        x = x + self.self_attn(x, cos, sin, mask, chain)
+    def forward(self, x: Tensor, *sight: *layer_net.Sight) -> Tensor:
+        """x [B, T, H] -> same shape."""
+        x = x + self.self_attn(x, *sight)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -132,19 +125,9 @@ class EagleNet(layer_net.ChainNet):
         """See ChainNet.fused: the last hidden states as they are."""
         return states
 
-    def features(
-        self,
-        features: Tensor,
-        tokens: Tensor,
-        positions: Tensor,
-        mask: Tensor | None = None,
-        chain: layer_net.Chain | None = None,
-    ) -> Tensor:
-        """See ChainNet.features: row t predicts h_{t+1}."""
-        embedded = functional.embedding(tokens, self.embed).to(features.dtype)
-        x = self.fc(torch.cat((embedded, features), dim=-1))
-        seen = None if mask is None else mask[:, None]
-        return self.layers[0](x, *layer_net.rotary_angles(self.config, positions), seen, chain)
+    def step(self, embedded: Tensor, features: Tensor, *sight: *layer_net.Sight) -> Tensor:
+        """See ChainNet.step: row t predicts h_{t+1}."""
+        return self.layers[0](self.fc(torch.cat((embedded, features), dim=-1)), *sight)
 
 
 class EagleDrafter(layer_drafter.LayerDrafter[EagleNet]):
@@ -152,11 +135,8 @@ class EagleDrafter(layer_drafter.LayerDrafter[EagleNet]):
 
     net = EagleNet
 
-    def _fuse(self, net: EagleNet) -> None:
-        tensors = {name: value.detach() for name, value in net.state_dict().items()}
-        self._layer = loading.fuse_layer(
-            net.config, tensors, "layers.0.", self._dtype, self._device
-        )
+    def _fuse(self, net: EagleNet, tensors: Mapping[str, Tensor]) -> None:
+        self._layer = self._fused_layer(tensors, "layers.0.")
         self._fc = tensors["fc.weight"].to(self._device, self._dtype)
         bias = tensors.get("fc.bias")
         self._bias = None if bias is None else bias.to(self._device, self._dtype)

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from paceline.config import Config
 from paceline.errors import InvalidInput
-from paceline.models import decoder, loading, products
+from paceline.models import decoder, products
 from paceline.models.config import ModelConfig, parse_config
 from paceline.speculators import kinds, layer_drafter, layer_net, net, packed, vocabulary
 
@@ -60,20 +60,12 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(width, eps=eps)
         self.mlp = layer_net.SwiGlu(config)
 
-    def forward(
-        self,
-        embedded: Tensor,
-        hidden: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        mask: Tensor | None,
-        chain: layer_net.Chain | None,
-    ) -> Tensor:
-        """embedded, hidden [B, T, H] -> [B, T, H]; see Attention.forward for the rest."""
+    def forward(self, embedded: Tensor, hidden: Tensor, *sight: *layer_net.Sight) -> Tensor:
+        """embedded, hidden [B, T, H] -> [B, T, H]."""
         normed = self.hidden_norm(hidden)
         fused = torch.cat((self.input_layernorm(embedded), normed), dim=-1)
         residual = normed if self.norm_before_residual else hidden
-        x = residual + self.self_attn(fused, cos, sin, mask, chain)
+        x = residual + self.self_attn(fused, *sight)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -129,18 +121,14 @@ class Eagle3Net(layer_net.ChainNet):
         if own.get("use_aux_hidden_state") is False:
             raise InvalidInput("use_aux_hidden_state is not supported", seen=False, allowed=True)
         if raw.get("target_hidden_size", target.hidden_size) != target.hidden_size:
-            raise InvalidInput(
-                "target_hidden_size differs",
-                seen=raw["target_hidden_size"],
-                allowed=target.hidden_size,
-            )
+            message = "target_hidden_size differs"
+            raise InvalidInput(message, seen=raw["target_hidden_size"], allowed=target.hidden_size)
 
         size = raw.get("draft_vocab_size")
         if type(size) is not int or not 0 < size <= target.vocab_size:
             allowed = f"1 to {target.vocab_size}: the rows of its own lm_head"
-            raise InvalidInput(
-                "draft_vocab_size", seen="(none)" if size is None else size, allowed=allowed
-            )
+            message = "draft_vocab_size"
+            raise InvalidInput(message, seen="(none)" if size is None else size, allowed=allowed)
 
         config = parse_config({**raw, "architectures": ["LlamaForCausalLM"]})
         config = replace(config, max_position_embeddings=target.max_position_embeddings)
@@ -156,9 +144,8 @@ class Eagle3Net(layer_net.ChainNet):
         vocab_size = self.config.vocab_size
         if len(self.d2t) != vocab_size or len(counts) != vocab_size:
             seen = f"{len(self.d2t)} tokens, counts of {len(counts)}"
-            raise InvalidInput(
-                "a draft vocabulary is chosen once, of all tokens", seen=seen, allowed=vocab_size
-            )
+            message = "a draft vocabulary is chosen once, of all tokens"
+            raise InvalidInput(message, seen=seen, allowed=vocab_size)
         size = vocabulary.draft_size(self.options.draft_vocab_size, vocab_size)
         chosen = vocabulary.frequent_tokens(counts, size).to(self.d2t.device)
         self.limit(chosen)
@@ -223,19 +210,9 @@ class Eagle3Net(layer_net.ChainNet):
         fused: Tensor = self.fc(states)
         return fused
 
-    def features(
-        self,
-        features: Tensor,
-        tokens: Tensor,
-        positions: Tensor,
-        mask: Tensor | None = None,
-        chain: layer_net.Chain | None = None,
-    ) -> Tensor:
-        """See ChainNet.features; the output before the final norm."""
-        embedded = functional.embedding(tokens, self.embed).to(features.dtype)
-        seen = None if mask is None else mask[:, None]
-        angles = layer_net.rotary_angles(self.config, positions)
-        return self.midlayer(embedded, features, *angles, seen, chain)
+    def step(self, embedded: Tensor, features: Tensor, *sight: *layer_net.Sight) -> Tensor:
+        """See ChainNet.step; the output before the final norm."""
+        return self.midlayer(embedded, features, *sight)
 
     def logits(self, features: Tensor) -> Tensor:
         """Logits [..., Vd] by draft id, of features [..., H]."""
@@ -247,18 +224,14 @@ class Eagle3Drafter(layer_drafter.LayerDrafter[Eagle3Net]):
 
     net = Eagle3Net
 
-    def _fuse(self, net: Eagle3Net) -> None:
-        tensors = {name: value.detach() for name, value in net.state_dict().items()}
+    def _fuse(self, net: Eagle3Net, tensors: Mapping[str, Tensor]) -> None:
         self._fc, self._hidden_norm, self._norm, self._head = (
             tensors[f"{name}.weight"].to(self._device, self._dtype)
             for name in ("fc", "midlayer.hidden_norm", "norm", "lm_head")
         )
-        products.serve_matrices((self._fc, self._head))
         # Its input_norm is that of the embedding.
-        self._layer = loading.fuse_layer(
-            net.config, tensors, "midlayer.", self._dtype, self._device
-        )
-        self._use_fast_products((self._layer,), self._fc)
+        self._layer = self._fused_layer(tensors, "midlayer.")
+        self._use_fast_products((self._layer,), self._fc, self._head)
         self._norm_before_residual = net.options.norm_before_residual
 
     def _true_features(self, hidden: Tensor) -> Tensor:

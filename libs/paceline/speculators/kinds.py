@@ -42,11 +42,8 @@ def default_inner_layers(num_layers: int, drafter: str = "EAGLE-3") -> tuple[int
     used. Raises ConfigError naming the drafter for fewer than four layers.
     """
     if num_layers < SHALLOWEST:
-        raise ConfigError(
-            f"the target is too shallow for {drafter}",
-            seen=num_layers,
-            allowed=f">= {SHALLOWEST} layers",
-        )
+        message = f"the target is too shallow for {drafter}"
+        raise ConfigError(message, seen=num_layers, allowed=f">= {SHALLOWEST} layers")
 
     low, middle, high = 2, num_layers // 2, num_layers - 3
     if low < middle < high:
@@ -62,9 +59,8 @@ def check_inner_layers(layers: tuple[int, ...], num_layers: int) -> None:
     if layers != tuple(sorted(set(layers))) or (
         layers and not 0 < layers[0] <= layers[-1] < num_layers
     ):
-        raise ConfigError(
-            "inner states", seen=layers, allowed=f"ascending layers of 1 to {num_layers - 1}"
-        )
+        allowed = f"ascending layers of 1 to {num_layers - 1}"
+        raise ConfigError("inner states", seen=layers, allowed=allowed)
 
 
 def inner_layers(

@@ -5,7 +5,7 @@ the drafter's own features; the next catch-up overwrites those rows from true hi
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.errors import WeightsError
-from paceline.models import cache, decoder, products, rope
+from paceline.models import cache, decoder, loading, products, rope
 from paceline.speculators import base, layer_net, net_drafter, vocabulary
 
 LAG_ROWS = 8
@@ -57,8 +57,8 @@ class CachedDrafter(net_drafter.NetDrafter[Net]):
     # ---- defined by each drafter kind
 
     @abstractmethod
-    def _fuse(self, net: Net) -> None:
-        """Make the network's weights, bound to the target's, ready for inference."""
+    def _fuse(self, net: Net, tensors: Mapping[str, Tensor]) -> None:
+        """Make the network's tensors, bound to the target's, ready for inference."""
 
     @abstractmethod
     def _feed(
@@ -81,7 +81,10 @@ class CachedDrafter(net_drafter.NetDrafter[Net]):
         head = self._target.head
         self._head = head if ids is None else head.index_select(0, ids.to(self._device))
         self._net = net
-        self._fuse(net)
+        self._fuse(net, {name: value.detach() for name, value in net.state_dict().items()})
+
+    def _fused_layer(self, tensors: Mapping[str, Tensor], prefix: str) -> decoder.LayerWeights:
+        return loading.fuse_layer(self._config, tensors, prefix, self._dtype, self._device)
 
     def _use_fast_products(self, layers: Iterable[decoder.LayerWeights], *more: Tensor) -> None:
         """Measures products with these layers' matrices, with `more` and with the head's slice."""
@@ -156,6 +159,14 @@ class CachedDrafter(net_drafter.NetDrafter[Net]):
             self._valid[slot] = max(n - 1, 0)
         hidden = batch.hidden[index, positions].flatten(0, 1)[:, self._columns]
         return index, positions, hidden
+
+    def _masked_block(
+        self, batch: base.DraftBatch, positions: Tensor, length: int, layout: decoder.Layout
+    ) -> decoder.Block:
+        """Plan of one forward over all rows of the batch, see decoder.make_block."""
+        rows = cache.cache_rows(batch.slots)
+        places = (self._config, self._rotation, self._cache, rows, positions, length, layout)
+        return decoder.make_block(*places, masked=True)
 
 
 class LayerDrafter(CachedDrafter[Net]):
@@ -253,16 +264,7 @@ class LayerDrafter(CachedDrafter[Net]):
         stored = bases[:, None] + torch.arange(drafted - width, drafted, device=self._device)
         positions = (bases + beam.level - 1)[:, None].expand_as(stored)
         layout = decoder.Layout(stored, decoder.tree_visible(bases, seen, length))
-        return decoder.make_block(
-            self._config,
-            self._rotation,
-            self._cache,
-            cache.cache_rows(batch.slots),
-            positions,
-            length,
-            layout,
-            masked=True,
-        )
+        return self._masked_block(batch, positions, length, layout)
 
     def _feed(
         self, batch: base.DraftBatch, slots: Sequence[int], lengths: Sequence[int], rows: int
@@ -287,15 +289,7 @@ class LayerDrafter(CachedDrafter[Net]):
             -2, steps - 2, device=device
         )
         positions.clamp_(min=0)
-        whole = decoder.make_block(
-            self._config,
-            self._rotation,
-            self._cache,
-            cache.cache_rows(batch.slots),
-            positions,
-            length,
-            masked=True,
-        )
+        whole = self._masked_block(batch, positions, length, decoder.RECTANGLE)
         count, group = len(batch.slots), self._config.group
         assert whole.mask is not None
         masks = whole.mask.view(count, 1, steps, group, length)

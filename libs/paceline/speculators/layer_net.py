@@ -86,6 +86,8 @@ Chain = list[tuple[Tensor, Tensor]]
 """Keys and values [B, kv_heads, T, head_dim] of the chain steps so far; the first step has true
 states.
 """
+Sight = tuple[Tensor, Tensor, Tensor | None, Chain | None]
+"""Further arguments of Attention.forward: cos, sin, mask and chain."""
 
 
 class ChainNet(LayerNet):
@@ -96,6 +98,9 @@ class ChainNet(LayerNet):
         """Features [T, H] that the first step reads, from the states [T, .] of the target."""
 
     @abstractmethod
+    def step(self, embedded: Tensor, features: Tensor, *sight: *Sight) -> Tensor:
+        """The layer's output [B, T, H], from embedded tokens and features [B, T, H] each."""
+
     def features(
         self,
         features: Tensor,
@@ -111,6 +116,10 @@ class ChainNet(LayerNet):
         (True where row i may see row j) or None for causal; chain: the previous steps, to which
         this step is added.
         """
+        embedded = functional.embedding(tokens, self.embed).to(features.dtype)
+        cos, sin = rotary_angles(self.config, positions)
+        seen = None if mask is None else mask[:, None]
+        return self.step(embedded, features, cos, sin, seen, chain)
 
     def unroll(self, row: packed.PackedRow, steps: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """A draft chain from every position, teacher-forced (EAGLE-3's training-time test). Yields
@@ -291,9 +300,8 @@ def check_one_layer(raw: Mapping[str, Any], target: ModelConfig) -> None:
     check_fit(raw, {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size})
     layers = raw.get("num_hidden_layers", "(none)")
     if layers != 1:
-        raise InvalidInput(
-            "num_hidden_layers does not fit: this drafter has one layer", seen=layers, allowed=1
-        )
+        message = "num_hidden_layers does not fit: this drafter has one layer"
+        raise InvalidInput(message, seen=layers, allowed=1)
 
 
 def open_config(
@@ -310,9 +318,8 @@ def open_config(
         raise InvalidInput(f"{section} must be an object", seen=inside, allowed="an object")
     for key in variants:
         if on := raw.get(key) or inside.get(key):
-            raise InvalidInput(
-                f"{key} is not supported in a drafter {kind.name}", seen=on, allowed=False
-            )
+            message = f"{key} is not supported in a drafter {kind.name}"
+            raise InvalidInput(message, seen=on, allowed=False)
     return {**raw, **inside}
 
 

@@ -82,9 +82,8 @@ class LstmNet(recurrent.RecurrentNet):
         check_fit(raw, {"vocab_size": target.vocab_size, "input_hidden_dim": target.hidden_size})
         for key, allowed in (("method", "sum_lstm"), ("tie_weights", True)):
             if (seen := raw.get(key, "(none)")) != allowed:
-                raise InvalidInput(
-                    f"{key} does not fit an LSTM drafter", seen=seen, allowed=allowed
-                )
+                message = f"{key} does not fit an LSTM drafter"
+                raise InvalidInput(message, seen=seen, allowed=allowed)
         return {
             "n_predict": config.read_count(raw, "n_predict", least=2),
             "inner_dim": _width(raw),

@@ -118,11 +118,8 @@ class RecurrentNet(net.DraftNet):
         options'.
         """
         if (name := config.architecture(raw)) not in cls.kind.architectures:
-            raise InvalidInput(
-                f"architectures is no {cls.kind.name} drafter",
-                seen=name,
-                allowed=", ".join(cls.kind.architectures),
-            )
+            message = f"architectures is no {cls.kind.name} drafter"
+            raise InvalidInput(message, seen=name, allowed=", ".join(cls.kind.architectures))
         return cls(target, options.model_copy(update=cls.read_shape(raw, target)))
 
     @classmethod
@@ -259,11 +256,8 @@ class RecurrentNet(net.DraftNet):
             name = aliases.get(name, name)
             known = own.setdefault(name, value)
             if known is not value and (known.dtype != value.dtype or not torch.equal(known, value)):
-                raise WeightsError(
-                    f"tensor {given} is tied to {name}, but the two differ",
-                    seen=given,
-                    allowed="equal",
-                )
+                message = f"tensor {given} is tied to {name}, but the two differ"
+                raise WeightsError(message, seen=given, allowed="equal")
         return own
 
 

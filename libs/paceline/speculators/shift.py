@@ -32,20 +32,15 @@ class AcceptanceShift:
 
     def __post_init__(self) -> None:
         if not 0 < len(self.before) == len(self.after) <= MAX_POSITIONS:
-            raise InvalidInput(
-                "survival of two drafters by position",
-                seen=f"{len(self.before)} and {len(self.after)} positions",
-                allowed=f"as many of both, 1 to {MAX_POSITIONS}",
-            )
+            message = "survival of two drafters by position"
+            seen = f"{len(self.before)} and {len(self.after)} positions"
+            raise InvalidInput(message, seen=seen, allowed=f"as many of both, 1 to {MAX_POSITIONS}")
         for survival in (self.before, self.after):
             steps = (1.0, *survival, 0.0)
             falls = all(now <= earlier + ROUNDING for earlier, now in pairwise(steps))
             if not falls or not all(map(math.isfinite, survival)):
-                raise InvalidInput(
-                    "survival of drafts by position",
-                    seen=list(survival),
-                    allowed="falling, from 1 to 0",
-                )
+                message = "survival of drafts by position"
+                raise InvalidInput(message, seen=list(survival), allowed="falling, from 1 to 0")
 
     def length_gain(self, drafts: int) -> float:
         """E[len] with so many drafts, including the bonus token, relative to the predecessor's."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import astuple, dataclass, field
 from enum import StrEnum
+from operator import add, sub
 
 from paceline.errors import MissingCapability
 from paceline.services.rollout_gateway.engines.sampling import Sampling
@@ -153,15 +154,11 @@ class RoundSplit:
 
     def __add__(self, other: RoundSplit) -> RoundSplit:
         """Sum of both."""
-        return RoundSplit(
-            *(getattr(self, one.name) + getattr(other, one.name) for one in fields(self))
-        )
+        return RoundSplit(*map(add, astuple(self), astuple(other)))
 
     def __sub__(self, earlier: RoundSplit) -> RoundSplit:
         """Difference since `earlier`."""
-        return RoundSplit(
-            *(getattr(self, one.name) - getattr(earlier, one.name) for one in fields(self))
-        )
+        return RoundSplit(*map(sub, astuple(self), astuple(earlier)))
 
 
 @dataclass(frozen=True, slots=True)

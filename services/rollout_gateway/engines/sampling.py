@@ -149,20 +149,15 @@ def check_sampling(sampling: Sampling, vocab_size: int) -> None:
     _check_tokens(sampling, vocab_size)
     for token, bias in sampling.logit_bias:
         if not BIAS.holds(bias):
-            raise InvalidInput(
-                f"logit_bias of token {token} is out of range", seen=bias, allowed=BIAS
-            )
+            message = f"logit_bias of token {token} is out of range"
+            raise InvalidInput(message, seen=bias, allowed=BIAS)
     if sampling.min_tokens > sampling.max_tokens:
-        raise InvalidInput(
-            "min_tokens is above max_tokens", seen=sampling.min_tokens, allowed=sampling.max_tokens
-        )
+        message = "min_tokens is above max_tokens"
+        raise InvalidInput(message, seen=sampling.min_tokens, allowed=sampling.max_tokens)
     if sampling.confined and sampling.structured:
         name = "min_tokens" if sampling.min_tokens else "allowed_token_ids"
-        raise InvalidInput(
-            f"{name} and a form of the answer may contradict each other",
-            seen="both",
-            allowed="one of the two",
-        )
+        message = f"{name} and a form of the answer may contradict each other"
+        raise InvalidInput(message, seen="both", allowed="one of the two")
 
 
 def _check_stops(sampling: Sampling) -> None:
@@ -185,14 +180,12 @@ def _check_tokens(sampling: Sampling, vocab_size: int) -> None:
         ("logit_bias", [token for token, _ in sampling.logit_bias], MAX_BIASED_TOKENS),
     ):
         if len(ids) > most:
-            raise InvalidInput(
-                f"{name} has too many entries", seen=len(ids), allowed=f"at most {most}"
-            )
+            message = f"{name} has too many entries"
+            raise InvalidInput(message, seen=len(ids), allowed=f"at most {most}")
         wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
         if wrong is not None:
-            raise InvalidInput(
-                f"{name} names a token out of range", seen=wrong, allowed=f"0 to {vocab_size - 1}"
-            )
+            message = f"{name} names a token out of range"
+            raise InvalidInput(message, seen=wrong, allowed=f"0 to {vocab_size - 1}")
 
 
 def check_length(tokens: int, longest: int) -> None:
@@ -211,9 +204,8 @@ def check_prompt(prompt: tuple[int, ...], vocab_size: int, max_sequence_tokens: 
     check_length(len(prompt), max_sequence_tokens - 1)
     if min(prompt) < 0 or max(prompt) >= vocab_size:
         seen = max(prompt) if min(prompt) >= 0 else min(prompt)
-        raise InvalidInput(
-            "prompt holds a token id out of range", seen=seen, allowed=f"0 to {vocab_size - 1}"
-        )
+        message = "prompt holds a token id out of range"
+        raise InvalidInput(message, seen=seen, allowed=f"0 to {vocab_size - 1}")
 
 
 def untrainable(sampling: Sampling) -> dict[str, object]:

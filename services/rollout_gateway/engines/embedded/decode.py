@@ -76,7 +76,7 @@ class Decoder:
         """Run one decode round: append tokens to every row, and set `finish` on rows that end."""
         stopwatch, speculation = self._stopwatch, self._speculation
         plan = speculation.choose(rows)
-        version = self._weights.versions.policy
+        version = self._weights.prepared.serving.policy
         parts = speculation.parts(plan, slots, rows, self._store, version)
         teaches = not any(sequence.request.probe for sequence in rows)
         stopwatch.start()
@@ -194,7 +194,7 @@ class Decoder:
 
     def _origins(self, one: Round) -> list[DrawnBy]:
         """Origin of each row's tokens."""
-        version, numbers = self._weights.versions.policy, self._weights.number_format
+        version, numbers = self._weights.prepared.serving.policy, self._weights.model.number_format
         origins = [DrawnBy(version, OFF, numbers)] * len(one.rows)
         for part in one.parts:
             for row in part.members:

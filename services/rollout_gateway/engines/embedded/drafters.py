@@ -65,9 +65,8 @@ def engine_kinds(spec: EmbeddedSpec) -> Kinds:
     kinds: dict[str, SpeculatorKind] = {}
     for kind in named:
         if kinds.setdefault(kind.name, kind) is not kind:
-            raise ConfigError(
-                "two speculators have one name", seen=kind.name, allowed="names that differ"
-            )
+            message = "two speculators have one name"
+            raise ConfigError(message, seen=kind.name, allowed="names that differ")
 
     trained = {name: kind for name, kind in kinds.items() if kind.trained}
     untrained = {name: kind for name, kind in kinds.items() if not kind.trained}
@@ -199,9 +198,8 @@ class Drafters:
         if not kind or (path / "config.json").is_file():
             kind = kind_of_checkpoint(path, self._kinds.trained.values()).name
         if kind not in self._kinds.trained:
-            raise WeightsError(
-                "no arm drafts with this kind", seen=kind, allowed=", ".join(self._kinds.trained)
-            )
+            message = "no arm drafts with this kind"
+            raise WeightsError(message, seen=kind, allowed=", ".join(self._kinds.trained))
         return kind
 
     @torch.inference_mode()

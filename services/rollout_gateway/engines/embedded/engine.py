@@ -230,7 +230,7 @@ class EmbeddedEngine:
 
     def abort_weights(self, target: Target, version: int) -> None:
         """See Engine.abort_weights."""
-        self._weights.forget(target, version)
+        self._weights.prepared.forget(target, version)
 
     def force_arm(self, arm: str) -> None:
         """See Engine.force_arm."""
@@ -305,7 +305,7 @@ class EmbeddedEngine:
     @property
     def versions(self) -> VersionSet:
         """See Engine.versions."""
-        return self._weights.versions
+        return self._weights.prepared.serving
 
     @property
     def lm_head_hash(self) -> str:

@@ -92,9 +92,6 @@ def row_layout(model_dir: Path, drafters: Sequence[str], asked: tuple[int, ...])
     needed = inner_layers_read(drafters, num_layers)
     check_inner_layers(asked, num_layers)
     if asked and not set(needed) <= set(asked):
-        raise ConfigError(
-            "gateway.features.layers leaves out what a drafter reads",
-            seen=asked,
-            allowed=list(needed),
-        )
+        message = "gateway.features.layers leaves out what a drafter reads"
+        raise ConfigError(message, seen=asked, allowed=list(needed))
     return RowLayout.entering(hidden_size, asked or needed)

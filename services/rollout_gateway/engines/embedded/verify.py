@@ -311,7 +311,7 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 def _scores(logits: Tensor, params: sampling.DrawParams) -> Tensor:
     """Log-probs [N, V] in float64, masked as in `draw`."""
     scores = sampling.behavior_logprobs(logits, params.temperatures).double()
-    return sampling.mask_scores(scores, params) if params.any_masked else scores
+    return sampling.mask_scores(scores, params)
 
 
 def _probabilities(scores: Tensor, params: sampling.DrawParams) -> Tensor:

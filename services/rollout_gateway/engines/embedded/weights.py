@@ -29,22 +29,14 @@ class EngineWeights:
         self.policy = policy
         """The serving policy."""
         self._speculation = speculation
-        self._model = model
+        self.model = model
+        """The way of serving the policy."""
         self._directory = directory
         self._released = False
-        self._prepared: PreparedVersions[in_place.StagedWeights | drafters.DrafterVersion] = (
+        self.prepared: PreparedVersions[in_place.StagedWeights | drafters.DrafterVersion] = (
             PreparedVersions(model.profile.name if model.profile else "")
         )
-
-    @property
-    def number_format(self) -> str:
-        """Number format of the serving policy."""
-        return self._model.number_format
-
-    @property
-    def versions(self) -> VersionSet:
-        """Serving set of versions."""
-        return self._prepared.serving
+        """The serving set, and the versions loaded beside it."""
 
     def prepare(self, target: Target, version: int, path: Path, profile: str = "") -> None:
         """Load and check a version; `profile` applies to a policy.
@@ -52,12 +44,8 @@ class EngineWeights:
         Raises WeightsError, DataLoss, InvalidInput, ResourceExhausted or MissingCapability.
         """
         policy = target is Target.POLICY
-        read = self._model.under(profile).staged if policy else self._speculation.drafters.prepare
-        self._prepared.put(target, version, read(path), profile if policy else "")
-
-    def forget(self, target: Target, version: int) -> None:
-        """Drop a prepared version, if there is one."""
-        self._prepared.forget(target, version)
+        read = self.model.under(profile).staged if policy else self._speculation.drafters.prepare
+        self.prepared.put(target, version, read(path), profile if policy else "")
 
     def commit(self, versions: VersionSet) -> bool:
         """Serve a set; True if the policy changed.
@@ -65,27 +53,26 @@ class EngineWeights:
         Raises WeightsError and changes nothing if a part is missing. Raises EngineBroken after an
         interrupted update, which may leave a mixture of two versions.
         """
-        changes = self._prepared.changes(versions)
+        changes = self.prepared.changes(versions)
         for new in changes.values():
             if isinstance(new, in_place.StagedWeights):
                 self._serve_policy(new)
             else:
-                self._speculation.serve_drafter(new, over=self.versions.drafter)
-        self._prepared.serve(versions)
+                self._speculation.serve_drafter(new, over=self.prepared.serving.drafter)
+        self.prepared.serve(versions)
         return Target.POLICY in changes
 
     def _serve_policy(self, new: in_place.StagedWeights) -> None:
-        same_profile = new.profile == self._model.profile
+        same_profile = new.profile == self.model.profile
         write = in_place.serve_staged if same_profile else in_place.beside
         try:
             if not self._released:  # else `resume` reads it
                 self.policy = write(self.policy, new)
                 self._speculation.bind(self.policy)
         except Exception as error:
-            raise EngineBroken(
-                f"an update of the policy was interrupted: {type(error).__name__}: {error}"
-            ) from error
-        self._model, self._directory = replace(self._model, profile=new.profile), new.path
+            message = f"an update of the policy was interrupted: {type(error).__name__}: {error}"
+            raise EngineBroken(message) from error
+        self.model, self._directory = replace(self.model, profile=new.profile), new.path
 
     def release(self) -> int:
         """Free the policy's storages until `resume`; returns bytes."""
@@ -101,6 +88,6 @@ class EngineWeights:
         Raises WeightsError, DataLoss or InvalidInput.
         """
         if self._released:
-            self.policy = self._model.load(self._directory)
+            self.policy = self.model.load(self._directory)
             self._speculation.bind(self.policy)
             self._released = False

@@ -44,11 +44,8 @@ def check_idle(running: int) -> None:
 def check_held(released: bool) -> None:
     """Raises FailedPrecondition for a request while memory is released."""
     if released:
-        raise FailedPrecondition(
-            "the engine has released its memory; resume it first",
-            seen="released",
-            allowed="memory in use",
-        )
+        message = "the engine has released its memory; resume it first"
+        raise FailedPrecondition(message, seen="released", allowed="memory in use")
 
 
 PREPARED_AT_MOST = 2
@@ -85,11 +82,8 @@ class PreparedVersions(Generic[S]):
         Raises WeightsError when a part is not prepared or the set is older than the serving set.
         """
         if versions.seq < self.serving.seq:
-            raise WeightsError(
-                "an older set may not follow a newer one",
-                seen=versions.seq,
-                allowed=self.serving.seq,
-            )
+            message = "an older set may not follow a newer one"
+            raise WeightsError(message, seen=versions.seq, allowed=self.serving.seq)
 
         found: dict[Target, S] = {}
         for target, prepared in self._prepared.items():
@@ -168,9 +162,8 @@ class Admission:
         check_sampling(sampling, self._vocab_size)
         limit = min(sampling.max_tokens, self.max_sequence_tokens - len(prompt))
         if response and len(response) >= limit:
-            raise InvalidInput(
-                "a response that has ended cannot go on", seen=len(response), allowed=limit - 1
-            )
+            message = "a response that has ended cannot go on"
+            raise InvalidInput(message, seen=len(response), allowed=limit - 1)
 
         eos = () if sampling.ignore_eos else self._eos
         stop_ids = frozenset((*eos, *sampling.stop_token_ids))
@@ -193,16 +186,13 @@ class Admission:
         if not sampling.min_tokens:
             return
         if sampling.min_tokens > limit:
-            raise InvalidInput(
-                "min_tokens does not fit behind the prompt", seen=sampling.min_tokens, allowed=limit
-            )
+            message = "min_tokens does not fit behind the prompt"
+            raise InvalidInput(message, seen=sampling.min_tokens, allowed=limit)
         drawable = set(sampling.allowed_token_ids) or set(range(self._vocab_size))
         if drawable <= stops:
-            raise InvalidInput(
-                "min_tokens leaves no token that could be drawn",
-                seen="stops alone in allowed_token_ids" if sampling.allowed_token_ids else "stops",
-                allowed="a token that ends nothing",
-            )
+            message = "min_tokens leaves no token that could be drawn"
+            seen = "stops alone in allowed_token_ids" if sampling.allowed_token_ids else "stops"
+            raise InvalidInput(message, seen=seen, allowed="a token that ends nothing")
 
     def _stop_text(self, stops: tuple[str, ...]) -> stop_texts.StopText:
         if self._words is None:

@@ -47,9 +47,8 @@ class GrammarTokens:
             _, self._within = tokenizer.read_tokenizers(read_text(path.parent))
             kinds = tokenizer.TokenSpelling(self._within).kinds
         except (ConfigError, InvalidInput) as error:
-            raise InvalidInput(
-                f"structured output needs another tokenizer than {path}: {error}"
-            ) from error
+            message = f"structured output needs another tokenizer than {path}: {error}"
+            raise InvalidInput(message) from error
         found = tokenizer.token_bytes(self._within)
         lost = [] if kinds == ("ByteLevel",) else tokenizer.lost_at_front(self._within, found)
         self.special = {
@@ -142,13 +141,9 @@ class GrammarJudge:
         self._process = self._finalizer = None
 
     def _start(self) -> subprocess.Popen[bytes]:
+        module = "paceline.services.rollout_gateway.engines.requests.grammar_judge"
         process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "paceline.services.rollout_gateway.engines.requests.grammar_judge",
-                *self._arguments,
-            ],
+            [sys.executable, "-m", module, *self._arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=processes.child_environment(),
@@ -157,9 +152,8 @@ class GrammarJudge:
         deadline_s = patience.patient(START_DEADLINE_S)
         if self._answer(process, deadline_s) is None:
             self.close()
-            raise structures.GrammarFault(
-                f"nothing that builds grammars started within {deadline_s:g} s"
-            )
+            message = f"nothing that builds grammars started within {deadline_s:g} s"
+            raise structures.GrammarFault(message)
         return process
 
     @staticmethod

@@ -122,11 +122,9 @@ def structure_of(sampling: Sampling) -> Structure | None:
     if not asked:
         return None
     if len(asked) > 1:
-        raise InvalidInput(
-            f"{FIELDS[asked[1]]} goes with no other demand on the response",
-            seen=", ".join(FIELDS[name] for name in asked),
-            allowed="one of them",
-        )
+        message = f"{FIELDS[asked[1]]} goes with no other demand on the response"
+        seen = ", ".join(FIELDS[name] for name in asked)
+        raise InvalidInput(message, seen=seen, allowed="one of them")
     kind = asked[0]
     if kind == "choice":
         text = json.dumps(sampling.choice, ensure_ascii=False)
@@ -202,11 +200,8 @@ def _behind(after: str, token: int | None, grammar: str) -> str:
 
 def _check(found: Structure, sampling: Sampling) -> None:
     if sampling.ignore_eos:
-        raise InvalidInput(
-            f"{found.field}: a response ends where it is complete",
-            seen="ignore_eos=true",
-            allowed="ignore_eos=false",
-        )
+        message = f"{found.field}: a response ends where it is complete"
+        raise InvalidInput(message, seen="ignore_eos=true", allowed="ignore_eos=false")
     try:
         size = len(found.text.encode())
     except UnicodeEncodeError as error:  # half of a surrogate pair
@@ -217,13 +212,11 @@ def _check(found: Structure, sampling: Sampling) -> None:
     if found.kind == "json_schema":
         parse_schema(found)
     if len(sampling.choice) > MAX_CHOICES:
-        raise InvalidInput(
-            f"{found.field} has too many texts", seen=len(sampling.choice), allowed=MAX_CHOICES
-        )
+        message = f"{found.field} has too many texts"
+        raise InvalidInput(message, seen=len(sampling.choice), allowed=MAX_CHOICES)
     if not all(sampling.choice):
-        raise InvalidInput(
-            f"{found.field} holds an empty text", seen="''", allowed="texts that are not empty"
-        )
+        message = f"{found.field} holds an empty text"
+        raise InvalidInput(message, seen="''", allowed="texts that are not empty")
 
 
 def _lark(structure: Structure) -> str:

@@ -152,11 +152,9 @@ def _stage(settings: dict[str, Any], *, fused: bool) -> _Stage:
         case "Strip":  # after Fuse, it strips only the ends of the whole text
             return _same if fused else _of_text(lambda token: _stripped(token, settings))
         case kind:
-            raise InvalidInput(
-                f"tokens cannot be spelled in bytes: the tokenizer's decoder is {kind}",
-                seen=kind,
-                allowed="ByteLevel, ByteFallback, Fuse, Metaspace, Replace, Strip",
-            )
+            message = f"tokens cannot be spelled in bytes: the tokenizer's decoder is {kind}"
+            allowed = "ByteLevel, ByteFallback, Fuse, Metaspace, Replace, Strip"
+            raise InvalidInput(message, seen=kind, allowed=allowed)
 
 
 def _of_text(change: Callable[[str], str]) -> _Stage:

@@ -79,11 +79,9 @@ def environment(spec: SGLangSpec, *, cuda: bool) -> dict[str, str]:
     }
     if not cuda:
         if not CPU_KERNELS.is_dir():
-            raise ConfigError(
-                "engine.kind=sglang without a GPU needs the kernels of a checkout",
-                seen=f"no {CPU_KERNELS}",
-                allowed="a machine with a GPU, or git clone and make setup-sglang",
-            )
+            message = "engine.kind=sglang without a GPU needs the kernels of a checkout"
+            allowed = "a machine with a GPU, or git clone and make setup-sglang"
+            raise ConfigError(message, seen=f"no {CPU_KERNELS}", allowed=allowed)
         cores = sorted(os.sched_getaffinity(0))
         ranks = range(spec.tensor_parallel_size)
         path = [str(CPU_KERNELS), *filter(None, [os.environ.get("PYTHONPATH", "")])]

@@ -77,11 +77,8 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         if refusal is None or any(type(one) is type(value) and one == value for one in refusal.off):
             continue  # by type, since True == 1
         off = ", ".join(f"{one!r}" for one in refusal.off) or "nothing"
-        raise ConfigError(
-            f"gateway.engine.sglang.arguments.{name} is not served: {refusal.why}",
-            seen=value,
-            allowed=f"{off}; instead: {refusal.instead}",
-        )
+        message = f"gateway.engine.sglang.arguments.{name} is not served: {refusal.why}"
+        raise ConfigError(message, seen=value, allowed=f"{off}; instead: {refusal.instead}")
 
 
 _PROFILE, _WEIGHTS, _CACHE = "profile", "arguments.quantization", "arguments.kv_cache_dtype"
@@ -159,11 +156,9 @@ class SGLangConfig(Config):
         experts: number of experts in a layer; 0 for a dense model.
         """
         if self.profile and experts:
-            raise ConfigError(
-                f"gateway.engine.sglang.profile={self.profile} rounds no experts",
-                seen=f"{experts} experts a layer",
-                allowed="a model without experts, or gateway.engine.sglang.arguments.quantization",
-            )
+            message = f"gateway.engine.sglang.profile={self.profile} rounds no experts"
+            allowed = "a model without experts, or gateway.engine.sglang.arguments.quantization"
+            raise ConfigError(message, seen=f"{experts} experts a layer", allowed=allowed)
 
     def rounding(self, dtype: str) -> dict[str, str]:
         """Settings that store weights or KV cache in another number format than `dtype`.
@@ -212,9 +207,8 @@ class SGLangSpec(SGLangConfig, ModelSpec):
             raise ConfigError("not a drafter for SGLang", seen=self.drafter, allowed=allowed)
         raw = json.loads(config.read_text(encoding="utf-8"))
         if raw.get("norm_before_residual"):  # SGLang would ignore this option
-            raise ConfigError(
-                "SGLang's EAGLE-3 does not know norm_before_residual", seen=True, allowed=False
-            )
+            message = "SGLang's EAGLE-3 does not know norm_before_residual"
+            raise ConfigError(message, seen=True, allowed=False)
 
         name = (raw.get("architectures") or ["(none)"])[0]
         endings = {one.architecture_ending: kind for kind, one in SGLANG.items()}
@@ -273,10 +267,7 @@ def row_layout(spec: SGLangSpec) -> RowLayout:
         and layers < SHALLOWEST
         and not (drafter.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     ):
-        raise ConfigError(
-            "EAGLE-3 in SGLang: the model is too shallow",
-            seen=layers,
-            allowed=f">= {SHALLOWEST} layers",
-        )
+        message = "EAGLE-3 in SGLang: the model is too shallow"
+        raise ConfigError(message, seen=layers, allowed=f">= {SHALLOWEST} layers")
 
     return RowLayout.entering(hidden_size, inner)

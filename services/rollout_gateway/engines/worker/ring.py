@@ -66,9 +66,8 @@ class RowRing:
         Raises InvalidInput for sizes below 1.
         """
         if capacity < 1 or row_bytes < 1:
-            raise InvalidInput(
-                "a ring needs rows and bytes", seen=(capacity, row_bytes), allowed=">= 1"
-            )
+            message = "a ring needs rows and bytes"
+            raise InvalidInput(message, seen=(capacity, row_bytes), allowed=">= 1")
         handle = os.memfd_create("paceline-ring")
         os.ftruncate(handle, HEADER_BYTES + capacity * row_dtype(row_bytes).itemsize)
         buffer = mmap.mmap(handle, 0)
@@ -109,11 +108,8 @@ class RowRing:
         Returns the number of rows kept. Raises InvalidInput for another shape.
         """
         if hidden.shape != (len(request_ids), self.row_bytes):
-            raise InvalidInput(
-                "hidden rows do not fit the ring",
-                seen=hidden.shape,
-                allowed=f"[n, {self.row_bytes}]",
-            )
+            message = "hidden rows do not fit the ring"
+            raise InvalidInput(message, seen=hidden.shape, allowed=f"[n, {self.row_bytes}]")
 
         written = self.rows_written
         kept = min(len(request_ids), self.capacity - (written - int(self._header[_READ])))
@@ -138,11 +134,8 @@ class RowRing:
         """
         start = int(self._header[_READ])
         if rows_written - start > self.capacity or rows_written > self.rows_written:
-            raise DataLoss(
-                "these rows are not in the ring",
-                seen=rows_written,
-                allowed=self.rows_written,
-            )
+            message = "these rows are not in the ring"
+            raise DataLoss(message, seen=rows_written, allowed=self.rows_written)
         stretches = self._stretches(start, max(rows_written - start, 0))
         rows = np.concatenate([self._rows[slots] for slots in stretches])
         self._header[_READ] = start + len(rows)

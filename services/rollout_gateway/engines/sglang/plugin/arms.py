@@ -171,16 +171,12 @@ def parse_arms(names: Sequence[str]) -> dict[str, ArmName]:
     served = {name: support.trees for name, support in SGLANG.items()}
     arms = {name: parse_arm(name, served) for name in names}
     if not names or names[0] != OFF or len(arms) != len(names):
-        raise ConfigError(
-            "arms begin with off and none comes twice", seen=", ".join(names), allowed=f"{OFF}, ..."
-        )
+        message = "arms begin with off and none comes twice"
+        raise ConfigError(message, seen=", ".join(names), allowed=f"{OFF}, ...")
     speculators = sorted({arm.speculator for arm in arms.values() if arm.speculator})
     if len(speculators) > 1:
-        raise ConfigError(
-            "one SGLang engine serves one speculator",
-            seen=", ".join(speculators),
-            allowed="one of them",
-        )
+        message = "one SGLang engine serves one speculator"
+        raise ConfigError(message, seen=", ".join(speculators), allowed="one of them")
     return arms
 
 

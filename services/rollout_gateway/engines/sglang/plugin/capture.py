@@ -80,9 +80,8 @@ def start(plugin: Any) -> None:
     model = plugin.scheduler.tp_worker.model_runner.model
     wanted, captured = list(plugin.rows.inner), list(getattr(model.model, "layers_to_capture", []))
     if wanted != captured:
-        raise ConfigError(
-            "SGLang captures other layers than the rows declare", seen=captured, allowed=wanted
-        )
+        message = "SGLang captures other layers than the rows declare"
+        raise ConfigError(message, seen=captured, allowed=wanted)
 
     if plugin.ring is None and not any(map(trained, plugin.arms.arms.values())):
         return

@@ -182,9 +182,8 @@ class SchedulerEngine(Plugin):
     def flush_cache(self) -> None:
         control.check_idle(len(self.requests))
         if not self.scheduler.flush_cache(empty_cache=False):
-            raise FailedPrecondition(
-                "SGLang did not flush its cache", seen=len(self.requests), allowed="no request"
-            )
+            message = "SGLang did not flush its cache"
+            raise FailedPrecondition(message, seen=len(self.requests), allowed="no request")
 
     def _relabel(self) -> None:
         """Update SGLang's version string, and the prefix namespace of requests that wait for

@@ -51,11 +51,6 @@ class Loaded:
     shape: torch.Size
     stride: tuple[int, ...]
 
-    @staticmethod
-    def of(parameter: nn.Parameter) -> Loaded:
-        """Record a parameter in its present layout."""
-        return Loaded(parameter, parameter.shape, parameter.stride())
-
     def fill(self, device: torch.device) -> None:
         """Allocate memory for the values of an update."""
         self.parameter.data = torch.empty_strided(
@@ -82,7 +77,7 @@ def postprocessed(
     if hasattr(model, _RECORD):
         return
     before = {
-        name: {key: Loaded.of(one) for key, one in _parameters(module).items()}
+        name: {k: Loaded(one, one.shape, one.stride()) for k, one in _parameters(module).items()}
         for name, module in _rounding(model)
     }
     original(model, target_device)

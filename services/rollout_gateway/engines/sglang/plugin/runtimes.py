@@ -57,16 +57,13 @@ def eagle_runtimes(worker: Any, arms: ArmChooser) -> Runtimes:
     from sglang.srt.environ import envs
 
     if envs.SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND.get():
-        raise ConfigError(
-            "SGLang would draft from states that its drafter never read",
-            seen="SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND=1",
-            allowed="not set",
-        )
+        message = "SGLang would draft from states that its drafter never read"
+        seen = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND=1"
+        raise ConfigError(message, seen=seen, allowed="not set")
 
     if worker.adaptive_controller is not None:
-        raise ConfigError(
-            "our bandit chooses the steps", seen="speculative_adaptive=True", allowed=False
-        )
+        message = "our bandit chooses the steps"
+        raise ConfigError(message, seen="speculative_adaptive=True", allowed=False)
 
     launch_shape = TreeSize(
         worker.speculative_num_steps, worker.topk, worker.speculative_num_draft_tokens
@@ -85,11 +82,8 @@ def _runtimes(
 ) -> Runtimes:
     """Values of every arm; the worker takes on one arm's shape after another."""
     if launch_shape != arms.maximum:
-        raise ConfigError(
-            "SGLang was launched with a shape that is not the arms' maximum",
-            seen=launch_shape,
-            allowed=arms.maximum,
-        )
+        message = "SGLang was launched with a shape that is not the arms' maximum"
+        raise ConfigError(message, seen=launch_shape, allowed=arms.maximum)
 
     launch, sets = read_slots(slots), {}
     try:

@@ -165,16 +165,9 @@ class PendingDraws:
                 continue
             alternatives = self._alternatives.get(row, [()] * length)
             for index in range(length):
-                drawn = Drawn(
-                    *(
-                        tokens[index],
-                        logprobs[index],
-                        gaps[index],
-                        self._origin,
-                        alternatives[index],
-                    ),
-                    accepted=index < length - 1,
-                )
+                draw = (tokens[index], logprobs[index], gaps[index])
+                accepted = index < length - 1
+                drawn = Drawn(*draw, self._origin, alternatives[index], accepted)
                 tracked.record(first + index, drawn)
 
 

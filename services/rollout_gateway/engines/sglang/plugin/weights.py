@@ -148,11 +148,8 @@ class PluginWeights:
         for name in VOCABULARY:
             given, served = tensors.get(name), self._vocabulary.get(name)
             if given is not None and (served is None or not torch.equal(given, served)):
-                raise WeightsError(
-                    "the draft vocabulary is fixed for a run",
-                    seen=f"another {name}",
-                    allowed="the same",
-                )
+                message = "the draft vocabulary is fixed for a run"
+                raise WeightsError(message, seen=f"another {name}", allowed="the same")
 
     def commit(self, versions: VersionSet) -> None:
         """Serve a set; `load_committed` then loads its changed parts onto the device.
