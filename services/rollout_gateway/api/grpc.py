@@ -7,7 +7,6 @@ from typing import Any
 from paceline.errors import InvalidInput
 from paceline.messages import versions_to_proto
 from paceline.rpc import EpochGuard, Track
-from paceline.services.rollout_gateway.calls.call import Plan
 from paceline.services.rollout_gateway.calls.planner import Asked
 from paceline.services.rollout_gateway.gateway import Gateway
 from paceline.services.rollout_gateway.runs.tasks import TaskRuns
@@ -29,9 +28,21 @@ class RolloutServicer(RolloutServiceServicer):
     async def Generate(
         self, request: rpb.GenerateRequest, context: Any
     ) -> AsyncIterator[rpb.GenerateResponse]:
-        gateway = self._gateway
+        gateway, sessions = self._gateway, self._gateway.agents.sessions
         gateway.admit()
-        plan = await self._plan(request)
+        asked = Asked(
+            Caller(sessions.get(request.session_id) if request.session_id else None),
+            lambda room: request.sampling,
+            gateway.names.draw("gen-"),
+            forced_arm=request.forced_arm,
+            size=request.ByteSize(),
+            special=not request.HasField("add_special_tokens") or request.add_special_tokens,
+        )
+        kind = request.WhichOneof("prompt")
+        if kind is None:
+            raise InvalidInput("the request has no prompt", allowed="text or token_ids")
+        prompt = request.text if kind == "text" else request.token_ids.ids
+        [plan] = await gateway.planner.completions(asked, [prompt])
         call = gateway.call(plan)
         async with aclosing(call.pieces(stream=True)) as pieces:
             async for piece in pieces:
@@ -138,21 +149,3 @@ class RolloutServicer(RolloutServiceServicer):
             feature_rows_dropped=gateway.publisher.rows_dropped + sum(gateway.router.rows_dropped),
             model=gateway.model,
         )
-
-    async def _plan(self, request: rpb.GenerateRequest) -> Plan:
-        gateway = self._gateway
-        planner, sessions = gateway.planner, gateway.agents.sessions
-
-        asked = Asked(
-            Caller(sessions.get(request.session_id) if request.session_id else None),
-            lambda room: request.sampling,
-            gateway.names.draw("gen-"),
-            forced_arm=request.forced_arm,
-            size=request.ByteSize(),
-            special=not request.HasField("add_special_tokens") or request.add_special_tokens,
-        )
-        kind = request.WhichOneof("prompt")
-        if kind is None:
-            raise InvalidInput("the request has no prompt", allowed="text or token_ids")
-        prompt = request.text if kind == "text" else request.token_ids.ids
-        return (await planner.completions(asked, [prompt]))[0]

@@ -15,13 +15,14 @@ from paceline.services.rollout_gateway.chat.prompts import ChatPrompt, ChatPromp
 from paceline.services.rollout_gateway.chat.text import TextCodec
 from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.engines.nouns import SETTINGS, Capability
-from paceline.services.rollout_gateway.engines.requests import structures
+from paceline.services.rollout_gateway.engines.requests import control, structures
 from paceline.services.rollout_gateway.engines.sampling import (
     UNSEEDED,
     Sampling,
     check_length,
     check_prompt,
     check_sampling,
+    untrainable,
 )
 from paceline.services.rollout_gateway.engines.worker import wire
 from paceline.services.rollout_gateway.sessions import Assignment, SessionState
@@ -55,13 +56,7 @@ def check_request(
             "min_tokens does not fit behind the prompt", seen=sampling.min_tokens, allowed=room
         )
     structures.structure_of(sampling)
-    check_arm(ready, forced_arm)
-
-
-def check_arm(ready: pb.WorkerReady, arm: str) -> None:
-    """Raises InvalidInput for an arm that the engine does not serve; "" means no forced arm."""
-    if arm and arm not in ready.arms:
-        raise InvalidInput("unknown arm", seen=arm, allowed=", ".join(ready.arms))
+    control.check_arm(forced_arm, ready.arms)
 
 
 def _check_capabilities(ready: pb.WorkerReady, sampling: Sampling) -> None:
@@ -78,11 +73,8 @@ def _check_capabilities(ready: pb.WorkerReady, sampling: Sampling) -> None:
     }
     for capability, seen in asked.items():
         if seen and capability not in ready.capabilities:
-            raise MissingCapability(
-                f"the engine lacks the capability {capability}",
-                seen=seen,
-                allowed=SETTINGS[capability],
-            )
+            message = f"the engine lacks the capability {capability}"
+            raise MissingCapability(message, seen=seen, allowed=SETTINGS[capability])
 
 
 AskedSampling = Callable[[int], tpb.SamplingParams]
@@ -181,12 +173,10 @@ class Planner:
 
     def _own(self, session: Session | None, *, implicit: bool) -> float | None:
         """The run's temperature if the session overrides the request's temperature, else None."""
-        if session is not None:
-            about = session.assignment
-            return about.temperature if about.trainable and about.override else None
-        sessions = self._config.sessions
-        overrides = implicit and sessions.implicit and sessions.untrainable == "override"
-        return sessions.temperature if overrides else None
+        about = session.assignment if session is not None else self._implicit(implicit)
+        if about is None or not (about.trainable and about.override):
+            return None
+        return about.temperature
 
     async def _continued(self, asked: Asked, prompt: str | Sequence[int]) -> Plan:
         session, longest = asked.caller.session, self._longest
@@ -259,8 +249,9 @@ class Planner:
                     raise
                 session, plans = None, [replace(plan, parent=None) for plan in plans]
 
-        if session is None and implicit and self._config.sessions.implicit:
-            session = self._sessions.open(self._implicit(plans))
+        if session is None and (opened := self._implicit(implicit)) is not None:
+            trainable = not any(untrainable(plan.sampling) for plan in plans)
+            session = self._sessions.open(replace(opened, trainable=trainable))
         if session is None:
             return plans
         about, found = session.assignment, []
@@ -271,21 +262,14 @@ class Planner:
             found.append(replace(plan, session=session, sampling=sampling, capture=about.capture))
         return found
 
-    def _implicit(self, plans: list[Plan]) -> Assignment:
+    def _implicit(self, asked: bool) -> Assignment | None:
+        """The assignment of a session that the gateway opens itself; None if it opens none."""
         sessions = self._config.sessions
-        about = Assignment(
-            self._config.run.id,
-            implicit=True,
-            override=sessions.untrainable == "override",
-            temperature=sessions.temperature,
-        )
-        probe = Session("", about, sessions)
-        try:
-            for plan in plans:
-                probe.check(plan.sampling)
-        except TrainabilityError:
-            return replace(about, trainable=False)
-        return about
+        if not asked or not sessions.implicit:
+            return None
+        override, temperature = sessions.untrainable == "override", sessions.temperature
+        run_id = self._config.run.id
+        return Assignment(run_id, implicit=True, override=override, temperature=temperature)
 
 
 def _formed(sampling: Sampling, prompt: ChatPrompt) -> Sampling:

@@ -11,7 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from paceline.errors import ConfigError, ResourceExhausted
+from paceline.errors import ResourceExhausted
 from paceline.services.rollout_gateway import metrics
 from paceline.services.rollout_gateway.config import QueueConfig
 
@@ -26,31 +26,19 @@ class FairQueue:
     """Places inside the engine. Use on one event loop: `async with queue.place(key)`."""
 
     def __init__(self, config: QueueConfig, running: int) -> None:
-        """Allow `running` requests inside at once, unless config.running sets another number.
-        Raises ConfigError below 1.
+        """Allow `running` requests, at least one, inside at once, unless config.running sets
+        another number.
         """
         self._config = config
-        self._inside = 0
+        self.running = 0
+        """Requests inside the engine."""
         # By key, the next key first. A future is done once its request has a place.
         self._lines: OrderedDict[str, OrderedDict[asyncio.Future[None], None]] = OrderedDict()
-        self._waiting = 0
+        self.waiting = 0
+        """Waiting requests."""
         # Times of the last turns, as if requests had always waited since the first of them.
         self._turns: deque[float] = deque(maxlen=TURNS_REMEMBERED + 1)
-        self._places = self._config.running or running
-        if self._places < 1:
-            raise ConfigError(
-                "a queue needs a place to lead to", seen=self._places, allowed="at least 1"
-            )
-
-    @property
-    def running(self) -> int:
-        """Requests inside the engine."""
-        return self._inside
-
-    @property
-    def waiting(self) -> int:
-        """Waiting requests."""
-        return self._waiting
+        self._places = config.running or running
 
     @asynccontextmanager
     async def place(self, key: str) -> AsyncIterator[None]:
@@ -67,8 +55,8 @@ class FairQueue:
 
     async def _enter(self, key: str) -> None:
         # A free place means that no request waits, because `_leave` passes places on directly.
-        if self._inside < self._places:
-            self._inside += 1
+        if self.running < self._places:
+            self.running += 1
             metrics.QUEUE_RUNNING.record(1)
             metrics.QUEUE_WAIT.record(0)
             return
@@ -76,7 +64,7 @@ class FairQueue:
         self._check_room(key)
         loop, wait_s = asyncio.get_running_loop(), self._config.wait_s
         since_s, called = loop.time(), loop.create_future()
-        if not self._waiting:
+        if not self.waiting:
             idle_s = since_s - self._turns[-1] if self._turns else 0.0
             shifted = [one + idle_s for one in self._turns] or [since_s]
             self._turns = deque(shifted, self._turns.maxlen)
@@ -100,10 +88,9 @@ class FairQueue:
     def _check_room(self, key: str) -> None:
         """Raises ResourceExhausted when too many requests wait."""
         limit, line = self._config.limit, len(self._lines.get(key, ()))
-        if self._waiting >= limit:
-            raise self._refusal(
-                "QUEUE_FULL", "too many requests wait for the engine", self._waiting, limit
-            )
+        if self.waiting >= limit:
+            message = "too many requests wait for the engine"
+            raise self._refusal("QUEUE_FULL", message, self.waiting, limit)
         if line >= self._config.per_key:
             message = "too many requests of one session wait for the engine"
             raise self._refusal("KEY_QUEUE_FULL", message, line, self._config.per_key, line)
@@ -113,7 +100,7 @@ class FairQueue:
 
         A request that was cancelled before its task ran costs its key no turn.
         """
-        while self._lines and self._inside <= self._places:
+        while self._lines and self.running <= self._places:
             key, line = next(iter(self._lines.items()))
             called = next(iter(line))
             self._forget(key, called)
@@ -123,7 +110,7 @@ class FairQueue:
                 self._turns.append(asyncio.get_running_loop().time())
                 called.set_result(None)
                 return
-        self._inside -= 1
+        self.running -= 1
         metrics.QUEUE_RUNNING.record(-1)
 
     def _forget(self, key: str, called: asyncio.Future[None]) -> None:
@@ -137,7 +124,7 @@ class FairQueue:
         self._waits_more(-1)
 
     def _waits_more(self, count: int) -> None:
-        self._waiting += count
+        self.waiting += count
         metrics.QUEUE_WAITING.record(count)
 
     def _refusal(

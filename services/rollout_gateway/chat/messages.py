@@ -123,17 +123,16 @@ class Delta:
         """Joins several updates into one update."""
         if len(deltas) == 1:
             return deltas[0]
-        return cls(
-            "".join([one.content for one in deltas]),
-            "".join([one.reasoning for one in deltas]),
-            tuple(call for one in deltas for call in one.tool_calls),
-        )
+        whole = joined(deltas)
+        return cls(whole.content, whole.reasoning, whole.tool_calls)
 
 
-def joined(deltas: Sequence[Delta]) -> Message:
-    """The message built from its updates."""
-    whole = Delta.of(deltas)
-    return Message("assistant", whole.content, whole.reasoning, whole.tool_calls)
+def joined(parts: Sequence[Delta | Message]) -> Message:
+    """The assistant's message built from its updates, or from consecutive messages."""
+    content = "".join([one.content for one in parts])
+    reasoning = "".join([one.reasoning for one in parts])
+    calls = tuple(call for one in parts for call in one.tool_calls)
+    return Message("assistant", content, reasoning, calls)
 
 
 def _canonical(arguments: str) -> str:

@@ -117,10 +117,13 @@ class ChatParser:
             yield from self._thinking(started)
         if isinstance(self._format, Harmony):
             yield from self._channels(self._format)
-        elif self._format is None:
-            yield from self._all_content()
-        else:
+        elif self._format is not None:
             yield from self._speech(self._format)
+        else:
+            if (yield from self._text.peek()):
+                self._text.take_known(_ALL)
+            self._news.append(Delta(self._text.forget()))
+            self._only_content = True
 
     def _thinking(self, started: bool) -> base.Reading[None]:
         """Reads reasoning at the beginning of a response.
@@ -154,12 +157,6 @@ class ChatParser:
 
         while calls := (yield from harmony.messages(self._text, record)):
             self._add_calls(harmony, calls)
-
-    def _all_content(self) -> base.Reading[None]:
-        if (yield from self._text.peek()):
-            self._text.take_known(_ALL)
-        self._news.append(Delta(self._text.forget()))
-        self._only_content = True
 
     def _speech(self, tool_format: ToolFormat) -> base.Reading[None]:
         """Reads content and calls. White space is kept until the next text."""

@@ -61,12 +61,10 @@ _TEXT = "pacelinetextprobe"
 _PART = "pacelinepartprobe"
 _PARTS = ("name", "reasoning")
 _BEFORE: Mapping[Role, tuple[Message, ...]] = {
-    "system": (),
-    "user": (),
     "assistant": (_USER,),
     "tool": (_USER, Message("assistant", tool_calls=_CALLS[:1])),
 }
-"""Messages before one of each role."""
+"""Messages before one of each role, if any."""
 _TOOL_KIND, _CALL_KIND, _RESULT_KIND = "tools", "tool calls", "tool results"
 _MORE_KIND, _TEXT_KIND = "more than one tool call of a message", "text beside tool calls"
 """Kinds of parts that a template may drop."""
@@ -119,12 +117,9 @@ class _TemplateParts:
                 continue
             if self._spelling is not None:
                 return _moved(request, dropped, self._spelling)
-            raise InvalidInput(
-                f"{'tools' if kind == _TOOL_KIND else 'messages'}: the chat template does not "
-                f"show {kind}",
-                seen=seen,
-                allowed=_ALLOWED,
-            )
+            field = "tools" if kind == _TOOL_KIND else "messages"
+            message = f"{field}: the chat template does not show {kind}"
+            raise InvalidInput(message, seen=seen, allowed=_ALLOWED)
         return request
 
     def unread(self, request: ChatRequest, kept: int = 0) -> tuple[str, ...]:
@@ -146,7 +141,7 @@ class _TemplateParts:
         if key not in self._read:
             plain = _RESULTS[0] if role == "tool" else Message(role, "Hello")
             given: dict[str, Any] = {part: _PART}
-            begun = (*_BEFORE[role], replace(plain, **given))
+            begun = (*_BEFORE.get(role, ()), replace(plain, **given))
             shown = self._rendered(tools, begun, (*begun, _USER))
             self._read[key] = not shown or _PART in shown
         return self._read[key]
@@ -221,11 +216,8 @@ def _check_names(request: ChatRequest, rendered: str) -> None:
         for name in names:
             spellings = (json.dumps(name, ensure_ascii=escaped)[1:-1] for escaped in (True, False))
             if name not in rendered and not any(one in rendered for one in spellings):
-                raise InvalidInput(
-                    f"{part} does not stand in the prompt that the chat template writes",
-                    seen=name[:_SHOWN],
-                    allowed=_ALLOWED,
-                )
+                message = f"{part} does not stand in the prompt that the chat template writes"
+                raise InvalidInput(message, seen=name[:_SHOWN], allowed=_ALLOWED)
 
 
 class ChatPrompts:
@@ -337,23 +329,16 @@ class ChatPrompts:
             return end_of_reasoning or content_beginning
         names = list(request.tool_names())
         if not names or (choice.mode == "named" and choice.name not in names):
-            raise InvalidInput(
-                "tool_choice names no tool",
-                seen=choice.name or choice.mode,
-                allowed=", ".join(names),
-            )
+            seen, allowed = choice.name or choice.mode, ", ".join(names)
+            raise InvalidInput("tool_choice names no tool", seen=seen, allowed=allowed)
 
         if self._format is None:
-            raise InvalidInput(
-                "tool_choice: the model's chat template shows no tool format",
-                seen=choice.mode,
-                allowed="auto, none, or gateway.chat.tool_format set",
-            )
+            message = "tool_choice: the model's chat template shows no tool format"
+            allowed = "auto, none, or gateway.chat.tool_format set"
+            raise InvalidInput(message, seen=choice.mode, allowed=allowed)
 
         if request.prefill:
-            raise InvalidInput(
-                "an answer that has to be a tool call cannot begin with a prefill",
-                allowed="tool_choice auto or none",
-            )
+            message = "an answer that has to be a tool call cannot begin with a prefill"
+            raise InvalidInput(message, allowed="tool_choice auto or none")
 
         return end_of_reasoning + self._format.beginning(choice.name)

@@ -16,8 +16,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-import jinja2
-from jinja2 import nodes
+from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -35,12 +34,7 @@ _MARK = "Pacelineturn" + "".join(secrets.choice(string.ascii_lowercase) for _ in
 contains it.
 """
 _REFUSALS = (
-    jinja2.TemplateError,
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
+    *(TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError),
     RecursionError,
 )
 """Errors of a template that cannot render its messages."""
@@ -65,6 +59,8 @@ class ChatTemplates:
     def __init__(self, files: TextFiles) -> None:
         """Raises ConfigError for an unreadable template."""
         self._files = files
+        self.source = files.templates.get(TOOL_USE) or files.templates.get(DEFAULT, "")
+        """Text of the template for conversations with tools; empty without one."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -76,16 +72,9 @@ class ChatTemplates:
         sources = [files.templates[name] for name in (DEFAULT, TOOL_USE) if name in files.templates]
         try:
             self._read = {source: environment.from_string(source) for source in sources}
-        except jinja2.TemplateError as error:
-            raise ConfigError(
-                f"the chat template of {files.directory} cannot be read: {error}"
-            ) from error
-
-    @property
-    def source(self) -> str:
-        """Text of the template for conversations with tools; empty without one."""
-        templates = self._files.templates
-        return templates.get(TOOL_USE) or templates.get(DEFAULT, "")
+        except TemplateError as error:
+            message = f"the chat template of {files.directory} cannot be read: {error}"
+            raise ConfigError(message) from error
 
     def render(self, request: ChatRequest) -> str:
         """The conversation up to the model's answer, by the template that transformers would
@@ -140,7 +129,7 @@ def _to_json(
 
 
 def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
+    raise TemplateError(message)
 
 
 class TextPlaces:
@@ -322,9 +311,8 @@ def _encoded(
             _refuse_far_too_long(tokenizer, text, longest)
         found = tokenizer.encode(text, add_special_tokens=special)
     except (TypeError, UnicodeError) as error:  # half of a surrogate pair, which UTF-8 cannot hold
-        raise InvalidInput(
-            "the text cannot be spelled in UTF-8", allowed="whole characters"
-        ) from error
+        message = "the text cannot be spelled in UTF-8"
+        raise InvalidInput(message, allowed="whole characters") from error
     if longest is not None:
         check_length(max(len(found), 1), longest)  # a list of every id is slow to make
     return tuple(found.ids)
@@ -342,9 +330,5 @@ def _refuse_far_too_long(tokenizer: Tokenizer, text: str, longest: int) -> None:
     for start in range(0, len(text), part):
         tokens += len(tokenizer.encode(text[start : start + part], add_special_tokens=False))
         if tokens > 2 * longest:
-            raise InvalidInput(
-                "prompt does not fit",
-                reason=TOO_LONG,
-                seen=f"{len(text)} characters",
-                allowed=f"1 to {longest} tokens",
-            )
+            seen, allowed = f"{len(text)} characters", f"1 to {longest} tokens"
+            raise InvalidInput("prompt does not fit", reason=TOO_LONG, seen=seen, allowed=allowed)

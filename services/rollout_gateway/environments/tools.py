@@ -133,7 +133,9 @@ def own_tool(name: str, path: str) -> Tool:
         try:
             given = model.model_validate(values)
         except ValidationError as error:
-            raise ToolError(_first(error)) from error
+            fault = error.errors()[0]
+            where = ".".join(map(str, fault["loc"])) or "the arguments"
+            raise ToolError(f"{where}: {fault['msg']}") from error
         arguments = {key: getattr(given, key) for key in model.model_fields}
         try:
             found = function(**arguments)
@@ -159,10 +161,3 @@ def _parameters(name: str, path: str, function: Callable[..., Any]) -> type[Base
     except (TypeError, ValueError, NameError, KeyError, PydanticUserError) as error:
         message = f"the parameters of a tool cannot be read: {type(error).__name__}: {error}"
         raise ConfigError(message, seen=path, allowed=_FORM) from error
-
-
-def _first(error: ValidationError) -> str:
-    """The first fault of the arguments, as a message to the model."""
-    one = error.errors()[0]
-    where = ".".join(map(str, one["loc"])) or "the arguments"
-    return f"{where}: {one['msg']}"

@@ -19,6 +19,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NoReturn
 
 CANDIDATE_FILE = "candidate.py"
@@ -265,16 +266,13 @@ class TestSide:
             raise RuntimeError("the code raised StopIteration")
         value = self._value(reply)
         for mine, theirs in zip(arguments, reply["arguments"], strict=True):
-            _update(mine, unpack(theirs, self._handle))
+            _update(mine, unpack(theirs, partial(Handle, self)))
         return value
 
     def _value(self, reply: Any) -> Any:
         if "error" in reply:
             _raise(*reply["error"])
-        return unpack(reply["value"], self._handle)
-
-    def _handle(self, number: int) -> Handle:
-        return Handle(self, number)
+        return unpack(reply["value"], partial(Handle, self))
 
 
 def _number_of(value: Any) -> int:

@@ -63,33 +63,28 @@ class RewardModel:
 
     def score_batch(self, episodes: tuple[Episode, ...]) -> tuple[float | Raised | None, ...]:
         """A logit for every readable text, else the reason."""
-        read = [self._try_ids(episode) for episode in episodes]
+        read = [self._ids(episode) for episode in episodes]
         texts = [ids for ids in read if not isinstance(ids, Raised)]
         # Without a padding token transformers cannot find a text's end: run one text at a time.
         batches = [texts] if self._pad is not None else [[ids] for ids in texts]
         logits = iter([logit for batch in batches if batch for logit in self._logits(batch)])
         return tuple(one if isinstance(one, Raised) else next(logits) for one in read)
 
-    def _try_ids(self, episode: Episode) -> list[int] | Raised:
-        """Token ids of an episode, or the reason why it has none."""
-        try:
-            ids = self._ids(episode)
-        except Exception as error:  # noqa: BLE001 - a template may raise anything; other texts are scored
-            return Raised(f"{type(error).__name__}: {error}")
-        return ids or Raised("a text without tokens")
-
-    def _ids(self, episode: Episode) -> list[int]:
-        """A conversation under the chat template if both exist, else prompt and response as one
-        text.
+    def _ids(self, episode: Episode) -> list[int] | Raised:
+        """Token ids of a conversation under the chat template if both exist, else of prompt and
+        response as one text; or the reason why there are none.
         """
         text: Any = episode.task.prompt + episode.text
-        special = True
-        if episode.messages and self._tokenizer.chat_template:
-            messages = [message.shown(parsed=True) for message in episode.messages]
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False)
-            special = False
         cut: dict[str, Any] = {"truncation": True, "max_length": self._max_tokens}
-        return list(self._tokenizer(text, add_special_tokens=special, **cut)["input_ids"])
+        templated = bool(episode.messages and self._tokenizer.chat_template)
+        try:
+            if templated:
+                messages = [message.shown(parsed=True) for message in episode.messages]
+                text = self._tokenizer.apply_chat_template(messages, tokenize=False)
+            ids = self._tokenizer(text, add_special_tokens=not templated, **cut)["input_ids"]
+        except Exception as error:  # noqa: BLE001 - a template may raise anything; other texts are scored
+            return Raised(f"{type(error).__name__}: {error}")
+        return list(ids) or Raised("a text without tokens")
 
     @torch.inference_mode()
     def _logits(self, texts: Sequence[list[int]]) -> list[float]:

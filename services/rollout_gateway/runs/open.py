@@ -249,17 +249,16 @@ class OpenRuns:
         """
         if group is None:
             return
-        sessions = [member.session for member in group.members]
-        for member in group.members:
-            samples = [replace(one, step=step) for one in member.samples]
-            self._gateway.agents.put(member.session, samples)
+        for session in group.members:
+            samples = [replace(one, step=step) for one in session.trajectories()]
+            self._gateway.agents.put(session, samples)
         if group.scored:
             taken.groups[group.group_id] = [
-                sample_finished(one, one.worker_index or 0, AGENT, "stop") for one in sessions
+                sample_finished(one, one.worker_index or 0, AGENT, "stop") for one in group.members
             ]
         else:
             message = "a group closed without a reward"
-            log.info(message, group=group.group_id, sessions=len(sessions))
+            log.info(message, group=group.group_id, sessions=len(group.members))
 
     async def _taken(self, context: CommandContext) -> _Taken:
         key = (context.run_id, context.step)

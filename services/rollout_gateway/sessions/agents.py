@@ -75,8 +75,8 @@ class Agents:
         """Records a note for every group that no step has taken."""
         await cancel(self._sweeper)
         for group in self.groups.give_up():
-            for member in group.members:
-                self.put(member.session, member.samples, dropped="no_step")
+            for session in group.members:
+                self.put(session, session.trajectories(), dropped="no_step")
 
     async def close(self) -> None:
         """Writes the last records."""

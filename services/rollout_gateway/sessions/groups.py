@@ -17,7 +17,6 @@ from paceline.services.rollout_gateway.environments import EpisodeTask
 from paceline.services.rollout_gateway.sessions import Assignment, FailReason, SessionState
 from paceline.services.rollout_gateway.sessions.session import Session
 from paceline.telemetry import get_logger
-from paceline.trajectory import Trajectory
 
 ATTEMPTS = {FailReason.INFRA: 4, FailReason.DATA: 2}
 NO_RUN = "no run uses this gateway, so that nobody offers it tasks"
@@ -163,33 +162,20 @@ TOKEN_BYTES = 64
 CLOSED_REMEMBERED = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """An ended session."""
-
-    session: Session = field(repr=False)
-    samples: tuple[Trajectory, ...] = field(repr=False)
-
-    @property
-    def scored(self) -> bool:
-        """Whether it can be trained."""
-        final = self.session.state is SessionState.FINAL
-        return final and any(one.reward is not None for one in self.samples)
-
-
 @dataclass(eq=False, slots=True)
 class OpenGroup:
     """Ended siblings."""
 
     group_id: str
     size: int
-    members: list[Member] = field(default_factory=list)
-    alarm: asyncio.TimerHandle | None = None
+    alarm: asyncio.TimerHandle  # of its deadline
+    members: list[Session] = field(default_factory=list)
 
     @property
     def scored(self) -> int:
         """Number of trainable sessions."""
-        return sum(member.scored for member in self.members)
+        final = [one for one in self.members if one.state is SessionState.FINAL]
+        return sum(any(own.reward is not None for own in one.trajectories()) for one in final)
 
 
 class OpenGroups:
@@ -222,17 +208,16 @@ class OpenGroups:
             return False
         group = self.gathering.get(group_id) or self._closed.get(group_id)
         if group is None:
-            group = self.gathering[group_id] = OpenGroup(group_id, about.group_size)
             loop = asyncio.get_running_loop()
-            group.alarm = loop.call_later(self._deadline_s, self._close, group)
+            alarm = loop.call_later(self._deadline_s, self._close, group_id)
+            group = self.gathering[group_id] = OpenGroup(group_id, about.group_size, alarm)
 
         if len(group.members) >= group.size:
             return False
-        member = Member(session, tuple(session.trajectories()))
-        group.members.append(member)
-        self._bytes += _size(member)
+        group.members.append(session)
+        self._bytes += _size(session)
         if len(group.members) >= group.size:
-            self._close(group)
+            self._close(group_id)
         return True
 
     async def closed(self) -> None:
@@ -255,7 +240,7 @@ class OpenGroups:
         if not self._closed:
             return None
         group_id, group = self._closed.popitem(last=False)
-        self._bytes -= sum(_size(member) for member in group.members)
+        self._bytes -= sum(map(_size, group.members))
         self._gone[group_id] = None
         if len(self._gone) > CLOSED_REMEMBERED:
             self._gone.popitem(last=False)
@@ -265,22 +250,21 @@ class OpenGroups:
         """All groups not taken by a step, at the end of the process."""
         groups = [*self._closed.values(), *self.gathering.values()]
         for group in groups:
-            if group.alarm is not None:
-                group.alarm.cancel()
+            group.alarm.cancel()
         self._closed.clear()
         self.gathering.clear()
         self._bytes = 0
         return groups
 
-    def _close(self, group: OpenGroup) -> None:
-        if self.gathering.pop(group.group_id, None) is None:
+    def _close(self, group_id: str) -> None:
+        group = self.gathering.pop(group_id, None)
+        if group is None:
             return
-        if group.alarm is not None:
-            group.alarm.cancel()
-        self._closed[group.group_id] = group
+        group.alarm.cancel()
+        self._closed[group_id] = group
         self._close_event.set()
         self._close_event = asyncio.Event()
 
 
-def _size(member: Member) -> int:
-    return sum(len(one.token_ids) for one in member.samples) * TOKEN_BYTES
+def _size(session: Session) -> int:
+    return sum(len(one.token_ids) for one in session.trajectories()) * TOKEN_BYTES

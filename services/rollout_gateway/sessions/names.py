@@ -50,13 +50,12 @@ class GatewayNames:
             other = zlib.crc32(name.encode("utf-8", "surrogatepass")) % len(self.addresses)
         if other != self.number:
             message = "another gateway has this session, key, completion or group"
-            allowed = f"gateway {other}{self._address(other) if addressed else ''}"
+            allowed = f"gateway {other}"
+            if addressed:
+                allowed += f": HTTP {self.addresses_http[other]}, gRPC {self.addresses[other]}"
             error = OtherGateway(message, seen=f"gateway {self.number}", allowed=allowed)
             error.gateway = other
             raise error
-
-    def _address(self, number: int) -> str:
-        return f": HTTP {self.addresses_http[number]}, gRPC {self.addresses[number]}"
 
     def _gateway_of(self, name: str) -> int:
         found = _DRAWN.fullmatch(name.partition(":")[0])

@@ -269,7 +269,7 @@ class Sessions:
         of life.
         """
         now = self._clock()
-        for session in [one for one in self._open.values() if one.busy]:
+        for session in [one for one in self._open.values() if one.active]:
             self._touched(session)
         return [session for session in self._open.values() if self._deadline(session) <= now]
 
@@ -299,7 +299,7 @@ class Sessions:
         reward.
         """
         for session in self._implicit.values():
-            if not session.busy and not session.scored:
+            if not session.active and not session.scored:
                 session.close()
                 self.remove(session)
                 return True

@@ -72,7 +72,7 @@ class Session:
         self.generations = 0  # planned generations, including ones that never began
         self.ended = asyncio.Event()
         self._limits = limits
-        self._active = 0
+        self.active = 0  # running generations
         self._active_tokens = 0
         # of everything generated, in a trained session
         self._temperature: float | None = None
@@ -83,11 +83,6 @@ class Session:
     def group_id(self) -> str:
         """Its siblings' group, or a group of its own."""
         return self.assignment.group_id or self.session_id
-
-    @property
-    def busy(self) -> bool:
-        """Whether a generation is running."""
-        return self._active > 0
 
     @property
     def outcome(self) -> str:
@@ -111,7 +106,7 @@ class Session:
                 message = "a session to be trained keeps one temperature"
                 raise errors.TrainabilityError(message, seen=sampling.temperature, allowed=used)
 
-        limits, active = self._limits, self._active + ahead
+        limits, active = self._limits, self.active + ahead
         if active >= limits.max_parallel:
             message, allowed = "too many requests of one session are under way", limits.max_parallel
             raise errors.ResourceExhausted(message, reason=PARALLEL, seen=active, allowed=allowed)
@@ -129,17 +124,17 @@ class Session:
         generations run.
         """
         self.check(sampling)
-        self._active += 1
+        self.active += 1
         self._active_tokens += new_tokens
         self._temperature = sampling.temperature
 
     def end(self, new_tokens: int, turn: tree.Turn | None, text: str = "") -> None:
         """Ends a generation; a failed or cancelled one (None) leaves no trace."""
-        self._active -= 1
+        self.active -= 1
         self._active_tokens -= new_tokens
         if turn is not None and self.state is sessions.SessionState.OPEN:
             self.tree.add(turn, text)
-        if not self._active and not self.tree.turns:
+        if not self.active and not self.tree.turns:
             self._temperature = None
 
     def numbered(self, count: int) -> int:

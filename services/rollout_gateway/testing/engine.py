@@ -21,6 +21,7 @@ from paceline.models.profiles import check_profile
 from paceline.services.rollout_gateway.bandits import build_bandit
 from paceline.services.rollout_gateway.bandits.base import RoundOutcome, Situation
 from paceline.services.rollout_gateway.engines import nouns
+from paceline.services.rollout_gateway.engines.nouns import Capability
 from paceline.services.rollout_gateway.engines.requests import control
 from paceline.services.rollout_gateway.engines.requests.sequence import DrawnBy
 from paceline.services.rollout_gateway.engines.worker.ring import RowRing
@@ -30,12 +31,7 @@ from paceline.trajectory import SpeculationStats, Target, VersionSet
 from paceline.v1 import engine_pb2 as pb
 
 _CAPABILITIES = frozenset(
-    {
-        nouns.Capability.CAPTURE,
-        nouns.Capability.DRAFTER_UPDATE,
-        nouns.Capability.PROFILES,
-        nouns.Capability.RELEASE_MEMORY,
-    }
+    {Capability.CAPTURE, Capability.DRAFTER_UPDATE, Capability.PROFILES, Capability.RELEASE_MEMORY}
 )
 
 
@@ -133,8 +129,7 @@ class ScriptedEngine:
             run.sequence.stages.cached()
         if any(self._spec.fault_token in run.request.prompt for run in batch):
             raise RuntimeError("the script asks for a fault")
-        rows = [run.sequence for run in batch]
-        situation = control.situation_of(rows)
+        situation = control.situation_of([run.sequence for run in batch])
         arm, explored = self._choose(batch, situation)
         cost = script.round_cost(self._spec, arm, len(batch))
         self._spend(cost)

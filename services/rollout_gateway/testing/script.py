@@ -154,8 +154,7 @@ class Script:
     """
 
     def __init__(self, spec: ScriptedSpec) -> None:
-        given = spec.tokenizer
-        tokenizer = read_text(Path(given).parent).tokenizer() if given else None
+        tokenizer = read_text(Path(spec.tokenizer).parent).tokenizer() if spec.tokenizer else None
         if spec.replies and tokenizer is None:
             allowed = "the path of a tokenizer.json"
             raise ConfigError("replies need the setting `tokenizer`", seen="", allowed=allowed)

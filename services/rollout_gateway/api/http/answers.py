@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import orjson
 from starlette.requests import Request
@@ -40,12 +40,7 @@ ERRORS: tuple[tuple[str | type[errors.PacelineError], int, str], ...] = (
     (errors.PacelineError, 500, "server_error"),
 )
 """(reason or class of an error, HTTP status, OpenAI's type); the first row that fits counts."""
-ANTHROPIC_TYPES = {
-    404: "not_found_error",
-    409: "invalid_request_error",
-    413: "request_too_large",
-    503: "overloaded_error",
-}
+ANTHROPIC_TYPES = {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
 PROMPTS = {"/v1/chat/completions": "messages", "/v1/responses": "input"}
 """Each path's name of the prompt field."""
 RETRY_STATUSES = (429, 503)
@@ -97,9 +92,7 @@ def answer(error: errors.PacelineError, request: Request) -> JSONResponse:
     status, _ = status_of(error)
     headers = {"x-should-retry": "true" if status in RETRY_STATUSES else "false"}
     if status in RETRY_STATUSES:
-        headers["retry-after"] = str(
-            max(math.ceil(getattr(error, "retry_after_s", None) or 1.0), 1)
-        )
+        headers["retry-after"] = str(max(math.ceil(error.retry_after_s or 1.0), 1))
     if isinstance(error, names.OtherGateway):
         headers[GATEWAY_HEADER] = str(error.gateway)
     if status == 401:
@@ -185,19 +178,12 @@ def framed(events: Iterable[Event]) -> bytes:
     return b"".join(parts)
 
 
-class TokenCounts(NamedTuple):
-    """Token counts of an answer."""
-
-    prompt: int
-    cached: int  # of the prompt
-    output: int
-    reasoning: int  # of the output
-
-
-def usage(calls: Sequence[Call], siblings: int = 1) -> TokenCounts:
-    """Sum over all calls; a prompt shared by `siblings` choices counts once."""
+def usage(calls: Sequence[Call], siblings: int = 1) -> tuple[int, int, int, int]:
+    """Tokens of the prompts, of these the cached ones, tokens of the outputs, of these the
+    reasoning. Sums over all calls; a prompt shared by `siblings` choices counts once.
+    """
     prompt = sum(len(call.plan.prompt) for call in calls) // siblings
-    return TokenCounts(
+    return (
         prompt,
         min(sum(call.whole.cached_prompt_tokens for call in calls), prompt),
         sum(len(call.whole.token_ids) for call in calls),

@@ -99,11 +99,8 @@ class MessageBody(shapes.Shape):
 
         Raises FieldError for blocks of another role.
         """
-        blocks = (
-            [TextBlock(type="text", text=self.content)]
-            if isinstance(self.content, str)
-            else self.content
-        )
+        said = self.content
+        blocks = [TextBlock(type="text", text=said)] if isinstance(said, str) else said
         allowed = BLOCKS[self.role]
         for number, block in enumerate(blocks):
             if block.type not in allowed:
@@ -112,13 +109,11 @@ class MessageBody(shapes.Shape):
                     field, f"is not {self.role}'s", seen=block.type, allowed=", ".join(allowed)
                 )
 
-        if self.role == "user":
-            return list(_user(blocks))
-        return [
-            _assistant(blocks)
-            if self.role == "assistant"
-            else chat.Message("system", shapes.joined_text(blocks))
-        ]
+        if self.role == "system":
+            return [chat.Message("system", shapes.joined_text(blocks))]
+        if self.role == "assistant":
+            return [chat.joined([_delta(one) for one in blocks])]
+        return list(_user(blocks))
 
 
 class CustomKind(shapes.Shape):
@@ -181,9 +176,6 @@ class ConversationBody(shapes.ToolsShape):
     def one_call(self) -> bool:
         return bool(self.tool_choice and self.tool_choice.disable_parallel_tool_use)
 
-    def functions(self) -> Sequence[shapes.FunctionShape]:
-        return self.tools or []
-
     def request(self) -> chat.ChatRequest:
         """The gateway's ChatRequest. Raises FieldError for blocks in the wrong place."""
         system = shapes.joined_text(self.system)
@@ -191,7 +183,8 @@ class ConversationBody(shapes.ToolsShape):
         for index, one in enumerate(self.messages):
             news = one.converted(index)
             if one.role == "assistant" and said and said[-1].role == "assistant":
-                news = [_both(said.pop(), news[0])]
+                # a client may send an answer back after its prefill
+                news = [chat.joined([said.pop(), news[0]])]
             said += news
 
         choice = chat.ToolChoice() if self.tool_choice is None else self.tool_choice.choice()
@@ -209,11 +202,8 @@ class ConversationBody(shapes.ToolsShape):
                 field, "of the last assistant message is text alone", seen="tool_use or thinking"
             )
         if message.content and choice.mode in ("required", "named"):
-            raise beyond.FieldError(
-                field,
-                "cannot begin an answer that has to be a tool call",
-                seen=message.content[:40],
-            )
+            wrong, seen = "cannot begin an answer that has to be a tool call", message.content[:40]
+            raise beyond.FieldError(field, wrong, seen=seen)
         return message.content
 
 
@@ -225,9 +215,9 @@ class MessagesBody(ConversationBody, shapes.SampledBody):
     stop: list[str] | None = Field(None, alias="stop_sequences", max_length=MAX_STOPS)
     output_config: OutputConfig | None = None
 
-    def json_schema(self) -> str:
+    def structure(self) -> dict[str, Any]:
         form = self.output_config.format if self.output_config is not None else None
-        return "" if form is None else json.dumps(form.json_schema)
+        return {} if form is None else {"json_schema": json.dumps(form.json_schema)}
 
 
 def _user(blocks: Sequence[Any]) -> Iterator[chat.Message]:
@@ -245,33 +235,16 @@ def _user(blocks: Sequence[Any]) -> Iterator[chat.Message]:
         yield chat.Message("user", "".join(texts))
 
 
-def _assistant(blocks: Sequence[Any]) -> chat.Message:
-    said = [block.text for block in blocks if isinstance(block, TextBlock)]
-    thought = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
-    calls = [
-        chat.ToolCall(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
-        for block in blocks
-        if isinstance(block, ToolUseBlock)
-    ]
-    return chat.Message("assistant", "".join(said), "".join(thought), tuple(calls))
+def _delta(block: Any) -> chat.Delta:
+    """The block's part of an assistant's message."""
+    if isinstance(block, ToolUseBlock):
+        arguments = json.dumps(block.input, ensure_ascii=False)
+        return chat.Delta(tool_calls=(chat.ToolCall(block.id, block.name, arguments),))
+    return chat.Delta(getattr(block, "text", ""), getattr(block, "thinking", ""))
 
 
-def _both(first: chat.Message, second: chat.Message) -> chat.Message:
-    """Join consecutive assistant messages into one turn: a client may send an answer back after its
-    prefill.
-    """
-    calls = first.tool_calls + second.tool_calls
-    return chat.Message(
-        "assistant", first.content + second.content, first.reasoning + second.reasoning, calls
-    )
-
-
-STOP_REASONS = {
-    "stop": "end_turn",
-    "length": "max_tokens",
-    "tool_calls": "tool_use",
-    "abort": "end_turn",
-}
+STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+"""Reason of the end by the name of the finish; "end_turn" for any other finish."""
 _FIELDS = {"reasoning": "thinking", "content": "text"}
 """Type of a part's block, and the name of its text field."""
 
@@ -371,16 +344,16 @@ def _stop(call: Call) -> dict[str, Any]:
     matched = call.whole.matched_stop if call.finish == "stop" else ""
     if matched:
         return {"stop_reason": "stop_sequence", "stop_sequence": matched}
-    return {"stop_reason": STOP_REASONS[call.finish], "stop_sequence": None}
+    return {"stop_reason": STOP_REASONS.get(call.finish, "end_turn"), "stop_sequence": None}
 
 
 def _usage(call: Call) -> dict[str, Any]:
     """Token counts; input tokens exclude cached tokens."""
-    counted = answers.usage([call])
+    prompt, cached, output, reasoning = answers.usage([call])
     return {
-        "input_tokens": counted.prompt - counted.cached,
-        "cache_read_input_tokens": counted.cached,
+        "input_tokens": prompt - cached,
+        "cache_read_input_tokens": cached,
         "cache_creation_input_tokens": 0,
-        "output_tokens": counted.output,
-        "output_tokens_details": {"thinking_tokens": counted.reasoning},
+        "output_tokens": output,
+        "output_tokens_details": {"thinking_tokens": reasoning},
     }

@@ -206,7 +206,8 @@ class HttpFront:
         try:
             with span(names.HTTP_REQUEST, about, kind="server", parent=extract(carrier)) as current:
                 try:
-                    await self._answer(scope, receive, watched)
+                    app = self._foreign(Request(scope)) or self._app
+                    await app(scope, receive, watched)
                 finally:
                     current.set_attribute(names.HTTP_ROUTE, _route(scope))
                     current.set_attribute(names.HTTP_STATUS, status)
@@ -216,35 +217,23 @@ class HttpFront:
             instruments.HTTP_REQUESTS.record(**labels)
             instruments.HTTP_DURATION.record(time.perf_counter() - started, **labels)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request, app = Request(scope), self._app
-        try:
-            self._check_site(request)
-        except InvalidInput as error:
-            app = answers.answer(error, request)
-        await app(scope, receive, send)
-
-    def _check_site(self, request: Request) -> None:
-        """Raises InvalidInput (NOT_ALLOWED) for a foreign Host on loopback, or a foreign Origin
-        outside the given origins.
+    def _foreign(self, request: Request) -> JSONResponse | None:
+        """The refusal (NOT_ALLOWED) of a foreign Host on loopback, or of a foreign Origin outside
+        the given origins; None for any other request.
         """
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
         if self._loopback and not names_loopback(host):
-            raise InvalidInput(
-                "the Host header names another machine than this one",
-                reason="NOT_ALLOWED",
-                seen=host[:100],
-                allowed="localhost or a loopback address",
-            )
-        if origin is None or "*" in self._origins or origin in self._origins:
-            return
-        if urlsplit(origin).netloc.lower() != host.lower():
-            raise InvalidInput(
-                "the page of another site sent this request",
-                reason="NOT_ALLOWED",
-                seen=origin[:100],
-                allowed=f"the origin {host}, or none",
-            )
+            message = "the Host header names another machine than this one"
+            seen, allowed = host, "localhost or a loopback address"
+        elif origin is None or "*" in self._origins or origin in self._origins:
+            return None
+        elif urlsplit(origin).netloc.lower() != host.lower():
+            message = "the page of another site sent this request"
+            seen, allowed = origin, f"the origin {host}, or none"
+        else:
+            return None
+        error = InvalidInput(message, reason="NOT_ALLOWED", seen=seen[:100], allowed=allowed)
+        return answers.answer(error, request)
 
 
 def _route(scope: Scope) -> str:

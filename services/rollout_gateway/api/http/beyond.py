@@ -26,16 +26,9 @@ _SCALARS = (str, int, float, type(None))
 class FieldError(InvalidInput):
     """A wrong field of the body."""
 
-    def __init__(
-        self,
-        field: str,
-        message: str,
-        *,
-        seen: object,
-        allowed: object = None,
-        reason: str | None = None,
-    ) -> None:
-        super().__init__(f"{field}: {message}", seen=seen, allowed=allowed, reason=reason)
+    def __init__(self, field: str, message: str, **about: Any) -> None:
+        """`about`: seen, allowed, reason of the error."""
+        super().__init__(f"{field}: {message}", **about)
         self.field = field
 
 
@@ -61,13 +54,10 @@ class Beyond:
             allowed = self.neutral.get(path, ())
             listed = any(type(one) is type(value) and one == value for one in allowed)
             if not listed and (allowed or path not in self.harmless):
-                raise FieldError(
-                    spelled,
-                    "is not served",
-                    reason="UNKNOWN_PARAMETER",
-                    seen=repr(value)[:SHOWN_CHARACTERS],
-                    allowed=" or ".join(map(repr, allowed)) if allowed else "none",
-                )
+                message, reason = "is not served", "UNKNOWN_PARAMETER"
+                seen = repr(value)[:SHOWN_CHARACTERS]
+                served = " or ".join(map(repr, allowed)) or "none"
+                raise FieldError(spelled, message, reason=reason, seen=seen, allowed=served)
             if path in self.harmless:
                 ignored.add(path)
         return tuple(sorted(ignored))

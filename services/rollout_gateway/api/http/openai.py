@@ -15,7 +15,7 @@ from paceline.errors import InvalidInput, PacelineError
 from paceline.services.rollout_gateway.api.http import answers, openai_schema
 from paceline.services.rollout_gateway.calls.call import Call, Piece, Plan
 from paceline.services.rollout_gateway.calls.planner import Asked
-from paceline.services.rollout_gateway.chat.messages import Delta, ToolCall, joined
+from paceline.services.rollout_gateway.chat.messages import Delta, joined
 from paceline.services.rollout_gateway.chat.text import TextCodec, TextPlaces
 from paceline.services.rollout_gateway.sessions.session import Caller
 from paceline.v1 import engine_pb2 as pb
@@ -119,8 +119,9 @@ class _Choices(answers.Answers[B]):
         super().__init__(request, body, caller)
         self._started: set[int] = set()
         self._called: Counter[int] = Counter()  # tool calls of each choice
+        self._places: dict[int, TextPlaces] = {}  # of the tokens of each completion
         self._around: dict[int, tuple[bytes, bytes]] = {}  # bytes before and after an event's text
-        self._detailed = body.wanted_logprobs() is not None or bool(body.return_token_ids)
+        self._detailed = body.wanted_logprobs() is not None or body.return_token_ids
 
     def _asked(self, prompts: int = 1, *, special: bool = True) -> Asked:
         """The request for choices of so many prompts. Raises InvalidInput for too many."""
@@ -200,7 +201,7 @@ class _Choices(answers.Answers[B]):
 
     @property
     def _names(self) -> TokenLabels:
-        return TokenLabels(self._gateway.codec, bool(self.body.return_tokens_as_token_ids))
+        return TokenLabels(self._gateway.codec, self.body.return_tokens_as_token_ids)
 
     def _shared_facts(self, call: Call) -> dict[str, Any]:
         return {} if self.facts_per_choice else self._prompt_facts(call)
@@ -210,9 +211,8 @@ class _Choices(answers.Answers[B]):
         facts: dict[str, Any] = {}
         if self.body.return_token_ids:
             facts["prompt_token_ids"] = list(call.plan.prompt)
-        if self.body.prompt_logprobs is not None:
+        if (count := self.body.prompt_logprobs) is not None:
             pairs = zip(call.plan.prompt[1:], call.whole.prompt_scores, strict=True)
-            count = self.body.prompt_logprobs
             scores = [self._prompt_score(token, score, count) for token, score in pairs]
             facts["prompt_logprobs"] = [None, *scores]
         return facts
@@ -229,13 +229,13 @@ class _Choices(answers.Answers[B]):
         }
 
     def _usage(self, calls: Sequence[Call]) -> dict[str, Any]:
-        counted = answers.usage(calls, self.body.n)
+        prompt, cached, output, reasoning = answers.usage(calls, self.body.n)
         return {
-            "prompt_tokens": counted.prompt,
-            "completion_tokens": counted.output,
-            "total_tokens": counted.prompt + counted.output,
-            "prompt_tokens_details": {"cached_tokens": counted.cached},
-            "completion_tokens_details": {"reasoning_tokens": counted.reasoning},
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+            "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {"reasoning_tokens": reasoning},
         }
 
 
@@ -246,13 +246,6 @@ class CompletionAnswers(_Choices[openai_schema.CompletionBody]):
     prefix = "cmpl-"
     objects = ("text_completion", "text_completion")
     facts_per_choice = True
-
-    def __init__(
-        self, request: Request, body: openai_schema.CompletionBody, caller: Caller
-    ) -> None:
-        super().__init__(request, body, caller)
-        self._echoes: dict[int, str] = {}  # by choice
-        self._places: dict[int, TextPlaces] = {}  # by choice
 
     async def plans(self) -> list[Plan]:
         prompts = self.body.prompts()
@@ -268,7 +261,7 @@ class CompletionAnswers(_Choices[openai_schema.CompletionBody]):
     def _choice(
         self, index: int, call: Call, piece: Piece, content: dict[str, Any], *, first: bool = True
     ) -> dict[str, Any]:
-        prompt = self._echo(index, call) if self.body.echo else ""
+        prompt = self._echo(index) if self.body.echo and first else ""
         if first:
             content = {"text": prompt + content["text"]}
             if self.body.logprobs is not None:
@@ -278,13 +271,10 @@ class CompletionAnswers(_Choices[openai_schema.CompletionBody]):
             choice["logprobs"] = _behind(self._prompt_logprobs(call, prompt), choice["logprobs"])
         return choice
 
-    def _echo(self, index: int, call: Call) -> str:
+    def _echo(self, index: int) -> str:
         """The prompt of a choice as text: the given text, or the decoded tokens."""
-        if index not in self._echoes:
-            given = self.body.prompts()[index // self.body.n]
-            text = given if isinstance(given, str) else self._gateway.codec.decode_all(given)
-            self._echoes[index] = text
-        return self._echoes[index]
+        given = self.body.prompts()[index // self.body.n]
+        return given if isinstance(given, str) else self._gateway.codec.decode_all(given)
 
     def _prompt_logprobs(self, call: Call, text: str) -> dict[str, Any]:
         tokens, scores = call.plan.prompt, call.whole.prompt_scores
@@ -344,11 +334,9 @@ class ChatAnswers(_Choices[openai_schema.ChatBody]):
         if delta.content or not (delta.reasoning or delta.tool_calls):
             news["content"] = delta.content
         if delta.tool_calls:
-            first_call = self._called[index]
+            numbered = enumerate(delta.tool_calls, self._called[index])
+            news["tool_calls"] = [{"index": number, **call.shown()} for number, call in numbered]
             self._called[index] += len(delta.tool_calls)
-            news["tool_calls"] = [
-                _call_news(number, call) for number, call in enumerate(delta.tool_calls, first_call)
-            ]
         return {"delta": news}
 
     def _logprobs(self, index: int, chunk: pb.TokenChunk) -> dict[str, Any]:
@@ -360,7 +348,3 @@ def _behind(prompt: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
     """Join the log-probs of a prompt and of the tokens after it."""
     both = {name: prompt[name] + (later[name] or []) for name in prompt if prompt[name] is not None}
     return {**later, **both}
-
-
-def _call_news(index: int, call: ToolCall) -> dict[str, Any]:
-    return {"index": index, **call.shown()}

@@ -29,12 +29,8 @@ class ResponseFormat(shapes.Shape):
         """The schema as JSON text; "{}" is any object, "" no constraint."""
         if self.type == "text":
             return ""
-        named = (
-            self.json_schema.json_schema
-            if self.type == "json_schema" and self.json_schema
-            else None
-        )
-        return json.dumps(named or {})
+        named = self.json_schema if self.type == "json_schema" else None
+        return json.dumps((named and named.json_schema) or {})
 
 
 class StructuredOutputs(shapes.Shape):
@@ -58,12 +54,10 @@ class StructuredOutputs(shapes.Shape):
         ]
         given = [(name, value) for name, value in asked if value is not None]
         if len(given) != 1 or not given[0][1]:
-            raise beyond.FieldError(
-                "structured_outputs",
-                "holds one demand that is not empty",
-                seen=", ".join(name for name, _ in given) or "none",
-                allowed="json, regex, choice, grammar or json_object",
-            )
+            message = "holds one demand that is not empty"
+            seen = ", ".join(name for name, _ in given) or "none"
+            allowed = "json, regex, choice, grammar or json_object"
+            raise beyond.FieldError("structured_outputs", message, seen=seen, allowed=allowed)
         return dict(given)
 
 
@@ -133,26 +127,22 @@ class GenerationBody(shapes.SampledBody):
                 "prompt_logprobs", "is not served in a stream", seen="stream=true"
             )
 
-    def json_schema(self) -> str:
-        return "" if self.response_format is None else self.response_format.schema_text()
-
     def structure(self) -> dict[str, Any]:
-        demand = self.structured_outputs
-        if demand is None:
-            return {}
-        if self.json_schema():
+        schema = self.response_format.schema_text() if self.response_format is not None else ""
+        if self.structured_outputs is None:
+            return {"json_schema": schema}
+        if schema:
             raise beyond.FieldError(
                 "structured_outputs", "goes with no response_format", seen="both", allowed="one"
             )
-        return demand.parameters()
+        return self.structured_outputs.parameters()
 
     @property
     def spelled(self) -> dict[str, str]:
         """Fields with another name in errors."""
         demand = self.structured_outputs
-        if demand is None or demand.json_demand is None:
-            return {}
-        return {"response_format": "structured_outputs.json"}
+        asked = demand is not None and demand.json_demand is not None
+        return {"response_format": "structured_outputs.json"} if asked else {}
 
 
 class CompletionBody(GenerationBody):
@@ -275,10 +265,6 @@ class ChatBody(shapes.ToolsShape, GenerationBody):
     tools: shapes.Several[ToolBody] | None = Field(None, max_length=shapes.MAX_TOOLS)
     tool_choice: shapes.ChoiceOr[NamedTool] | None = None
     parallel_tool_calls: bool = True
-
-    @property
-    def one_call(self) -> bool:
-        return not self.parallel_tool_calls
 
     def functions(self) -> Sequence[shapes.FunctionShape]:
         return [tool.function for tool in self.tools or ()]

@@ -32,12 +32,10 @@ def api_key(request: Request) -> str:
     Raises InvalidInput (UNAUTHENTICATED) for two tokens.
     """
     if len(request.headers.getlist("authorization")) > 1:
-        raise InvalidInput(
-            "the request carries two tokens: a proxy has put its own beside the caller's",
-            reason="UNAUTHENTICATED",
-            seen="two headers authorization",
-            allowed="the caller's alone (SGLang's router: started without --api-key)",
-        )
+        message = "the request carries two tokens: a proxy has put its own beside the caller's"
+        seen = "two headers authorization"
+        allowed = "the caller's alone (SGLang's router: started without --api-key)"
+        raise InvalidInput(message, reason="UNAUTHENTICATED", seen=seen, allowed=allowed)
     scheme, _, value = request.headers.get("authorization", "").partition(" ")
     return value.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
 
@@ -130,12 +128,8 @@ class Outline:
             ("values", self._values, self._most_values),
         ):
             if seen > most:
-                raise InvalidInput(
-                    f"the body holds too many {what}",
-                    reason="BODY_TOO_LARGE",
-                    seen=f"{seen} or more",
-                    allowed=most,
-                )
+                message, found = f"the body holds too many {what}", f"{seen} or more"
+                raise InvalidInput(message, reason="BODY_TOO_LARGE", seen=found, allowed=most)
 
 
 def most_bytes(longest: int) -> int:
@@ -199,12 +193,9 @@ def _check_type(request: Request) -> None:
     """Refuse media types that a page's form can send to another site without a preflight."""
     media = request.headers.get("content-type", "")
     if media.partition(";")[0].strip().lower() != "application/json":
-        raise InvalidInput(
-            "the body has another media type",
-            reason="UNSUPPORTED_MEDIA_TYPE",
-            seen=media[:SHOWN_CHARACTERS] or "no Content-Type",
-            allowed="Content-Type: application/json",
-        )
+        message, reason = "the body has another media type", "UNSUPPORTED_MEDIA_TYPE"
+        seen, allowed = media[:SHOWN_CHARACTERS], "Content-Type: application/json"
+        raise InvalidInput(message, reason=reason, seen=seen or "no Content-Type", allowed=allowed)
 
 
 async def received(request: Request, longest: int, aside: LargeRequests) -> bytes:
@@ -218,24 +209,18 @@ async def received(request: Request, longest: int, aside: LargeRequests) -> byte
             async for part in request.stream():
                 size += len(part)
                 if size > most:
-                    raise InvalidInput(
-                        "the body is too large",
-                        reason="BODY_TOO_LARGE",
-                        seen=f"over {most} bytes",
-                        allowed=f"{most} bytes",
-                    )
+                    allowed = f"{most} bytes"
+                    message, seen = "the body is too large", f"over {allowed}"
+                    raise InvalidInput(message, reason="BODY_TOO_LARGE", seen=seen, allowed=allowed)
                 outline.add(part)
                 parts.append(part)
                 if size > OUTLINE_BYTES:
                     aside.hold(size - held)
                     held = size
     except TimeoutError as error:
-        raise InvalidInput(
-            "the body was not there in time",
-            reason="BODY_TIMEOUT",
-            seen=f"{size} bytes",
-            allowed=f"the whole of it in {BODY_DEADLINE_S:g} s",
-        ) from error
+        message, seen = "the body was not there in time", f"{size} bytes"
+        allowed = f"the whole of it in {BODY_DEADLINE_S:g} s"
+        raise InvalidInput(message, reason="BODY_TIMEOUT", seen=seen, allowed=allowed) from error
     finally:
         aside.free(held)
     return b"".join(parts)

@@ -126,14 +126,12 @@ class OutputItems(answers.MessageParts):
         return news + super().end(status)
 
     def _began(self, part: answers.MessagePart) -> list[answers.Event]:
-        item = self._item(part)
-        if part.kind != "call":
-            item["content"] = []
-        place = {"output_index": part.index, "item": item}
-        events: list[answers.Event] = [{"type": "response.output_item.added", **place}]
-        if part.kind != "call":
-            events.append(self._of_content(part, "response.content_part.added"))
-        return events
+        kind, item = "response.output_item.added", self._item(part)
+        added = {"type": kind, "output_index": part.index, "item": item}
+        if part.kind == "call":
+            return [added]
+        item["content"] = []
+        return [added, self._of_content(part, "response.content_part.added")]
 
     def _grew(self, part: answers.MessagePart, text: str) -> answers.Event:
         if part.kind == "call":
@@ -283,13 +281,13 @@ def _format(body: responses_schema.ResponsesBody) -> dict[str, Any]:
 
 
 def _usage(call: Call) -> dict[str, Any]:
-    counted = answers.usage([call])
+    prompt, cached, output, reasoning = answers.usage([call])
     return {
-        "input_tokens": counted.prompt,
-        "input_tokens_details": {"cached_tokens": counted.cached, "cache_write_tokens": 0},
-        "output_tokens": counted.output,
-        "output_tokens_details": {"reasoning_tokens": counted.reasoning},
-        "total_tokens": counted.prompt + counted.output,
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens": output,
+        "output_tokens_details": {"reasoning_tokens": reasoning},
+        "total_tokens": prompt + output,
     }
 
 

@@ -54,10 +54,6 @@ class ReasoningItem(shapes.Shape):
     content: shapes.Several[ReasoningText] | None = None
     summary: shapes.Several[ReasoningText] = Field(default=[])
 
-    @property
-    def text(self) -> str:
-        return "".join(part.text for part in self.content or self.summary)
-
 
 Item = Annotated[
     Annotated[MessageItem, Tag("<message>")]
@@ -116,22 +112,15 @@ class ResponsesBody(shapes.ToolsShape, shapes.SampledBody):
     text: TextConfig | None = None
     metadata: dict[str, str] | None = Field(None, max_length=16)
 
-    @property
-    def one_call(self) -> bool:
-        return not self.parallel_tool_calls
-
-    def functions(self) -> Sequence[shapes.FunctionShape]:
-        return self.tools or []
-
-    def json_schema(self) -> str:
+    def structure(self) -> dict[str, Any]:
         form = self.text.format if self.text is not None else None
         if form is None or form.type == "text":
-            return ""
+            return {}
         if form.type == "json_schema" and form.json_schema is None:
             raise beyond.FieldError(
                 "text.format.schema", "is missing", seen="null", allowed="a JSON schema"
             )
-        return json.dumps(form.json_schema or {})
+        return {"json_schema": json.dumps(form.json_schema or {})}
 
     def new_messages(self) -> tuple[chat.Message, ...]:
         """The messages that the input adds to the conversation. Raises FieldError for an empty
@@ -160,7 +149,7 @@ def grouped(items: Sequence[Any]) -> Iterator[chat.Message]:
     for item in items:
         own = not isinstance(item, OutputItem) and getattr(item, "role", "assistant") == "assistant"
         if turn and not (own and _continues(turn, item)):
-            yield _joined(turn)
+            yield chat.joined([_delta(one) for one in turn])
             turn = []
         if own:
             turn.append(item)
@@ -171,7 +160,7 @@ def grouped(items: Sequence[Any]) -> Iterator[chat.Message]:
             yield chat.Message(role, shapes.joined_text(item.content))
 
     if turn:
-        yield _joined(turn)
+        yield chat.joined([_delta(one) for one in turn])
 
 
 def _continues(turn: Sequence[Any], item: Any) -> bool:
@@ -183,12 +172,10 @@ def _continues(turn: Sequence[Any], item: Any) -> bool:
     return isinstance(item, CallItem)
 
 
-def _joined(turn: Sequence[Any]) -> chat.Message:
-    content = [shapes.joined_text(one.content) for one in turn if isinstance(one, MessageItem)]
-    reasoning = [one.text for one in turn if isinstance(one, ReasoningItem)]
-    calls = [
-        chat.ToolCall(one.call_id, one.name, one.arguments)
-        for one in turn
-        if isinstance(one, CallItem)
-    ]
-    return chat.Message("assistant", "".join(content), "".join(reasoning), tuple(calls))
+def _delta(item: Any) -> chat.Delta:
+    """The item's part of an assistant's message."""
+    if isinstance(item, CallItem):
+        return chat.Delta(tool_calls=(chat.ToolCall(item.call_id, item.name, item.arguments),))
+    if isinstance(item, ReasoningItem):
+        return chat.Delta(reasoning=shapes.joined_text(item.content or item.summary))
+    return chat.Delta(shapes.joined_text(item.content))

@@ -41,13 +41,8 @@ class OpenBody(shapes.Shape):
         override = self.override_sampling
         if override is None:
             override = config.untrainable == "override"
-        return sessions.Assignment(
-            run_id,
-            **own,
-            override=override,
-            temperature=config.temperature,
-            open_group=True,
-        )
+        own |= {"temperature": config.temperature, "open_group": True}
+        return sessions.Assignment(run_id, **own, override=override)
 
 
 class RewardBody(shapes.Shape):
@@ -110,12 +105,10 @@ async def export(request: Request) -> Response:
     found = await _find_session(request)
     session = found if isinstance(found, Session) else found.session
     if session is None:
-        raise FailedPrecondition(
-            "the turns of this session are kept no longer",
-            seen=f"{found.session_id} ended ({found.state})",
-            allowed="an export sooner after the end, or more gateway.sessions.ended_tokens",
-            reason="SESSION_ENDED",
-        )
+        message = "the turns of this session are kept no longer"
+        seen = f"{found.session_id} ended ({found.state})"
+        allowed = "an export sooner after the end, or more gateway.sessions.ended_tokens"
+        raise FailedPrecondition(message, seen=seen, allowed=allowed, reason="SESSION_ENDED")
     return JSONResponse(forms[form](session))
 
 

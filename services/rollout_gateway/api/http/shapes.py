@@ -6,9 +6,9 @@ identifiers: error paths leave them out.
 """
 
 import math
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -79,12 +79,8 @@ def by_type(default: str = "") -> Discriminator:
     """
 
     def tag(value: Any) -> str:
-        found = (
-            value.get("type", default)
-            if isinstance(value, dict)
-            else getattr(value, "type", default)
-        )
-        return f"<{found}>"
+        read = value.get if isinstance(value, dict) else partial(getattr, value)
+        return f"<{read('type', default)}>"
 
     return Discriminator(
         tag, custom_error_type="unknown_type", custom_error_message="a type that is not served"
@@ -98,11 +94,8 @@ def _plain(value: Any, depth: int = 0) -> Any:
         )
     if isinstance(value, float) and not math.isfinite(value):
         raise PydanticCustomError("json_number", "NaN and Infinity are no JSON")
-    if isinstance(value, dict):
-        for one in value.values():
-            _plain(one, depth + 1)
-    elif isinstance(value, list):
-        for one in value:
+    if isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
             _plain(one, depth + 1)
     return value
 
@@ -183,14 +176,8 @@ class SampledBody(Shape):
         """Maximum tokens to generate; None: as many as fit."""
         return self.max_tokens
 
-    def json_schema(self) -> str:
-        """The schema that the answer has to match, as JSON; "{}" is any object, "" no
-        constraint.
-        """
-        return ""
-
     def structure(self) -> dict[str, Any]:
-        """Further constraints on the answer, as parameters of Sampling."""
+        """Constraints on the answer, as parameters of Sampling."""
         return {}
 
     def wanted_logprobs(self) -> int | None:
@@ -217,7 +204,7 @@ class SampledBody(Shape):
             max_tokens=room if limit is None else limit,
             stop=[self.stop] if isinstance(self.stop, str) else self.stop,
             top_logprobs=self.wanted_logprobs() or 0,
-            **{"json_schema": self.json_schema()} | self.structure(),
+            **self.structure(),
             prompt_logprobs=self.wanted_prompt_logprobs(),
             seed=self.seed,
         )
@@ -248,13 +235,13 @@ class ToolsShape(Shape):
     """Paths of the fields that have an effect only with a grammar."""
 
     @property
-    @abstractmethod
     def one_call(self) -> bool:
         """Whether a message may have only one call."""
+        return not getattr(self, "parallel_tool_calls", True)
 
-    @abstractmethod
     def functions(self) -> Sequence[FunctionShape]:
         """The offered functions."""
+        return list(getattr(self, "tools", None) or ())
 
     def unheeded(self) -> Sequence[str]:
         """Fields that have no effect because no grammar constrains the calls of tools."""

@@ -153,16 +153,13 @@ class ToolFormat:
         found = []
         for name, schema in tools.items():
             if not base.NAME.fullmatch(name):
-                raise InvalidInput(
-                    "tools: a call that follows a grammar needs a plain name",
-                    seen=name[:80],
-                    allowed="letters, digits and _ . : / -",
-                )
+                message = "tools: a call that follows a grammar needs a plain name"
+                allowed = "letters, digits and _ . : / -"
+                raise InvalidInput(message, seen=name[:80], allowed=allowed)
             text = _named(before + self.call, name)
             if not text.startswith(begun):
-                raise InternalError(
-                    "a forced beginning is not that of the call", seen=begun, allowed=text
-                )
+                message = "a forced beginning is not that of the call"
+                raise InternalError(message, seen=begun, allowed=text)
             parts = _PLACE.split(text.removeprefix(begun))
             found.append(rules.sequence(self._part(rules, schema, part) for part in parts))
         return rules.either(found)

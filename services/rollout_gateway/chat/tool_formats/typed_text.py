@@ -217,8 +217,6 @@ def _matching(name: str, pattern: str) -> str:
 
 
 def _beyond(seen: str, allowed: str) -> InvalidInput:
-    return InvalidInput(
-        "tools: a schema that the model's spelling of calls cannot be held to",
-        seen=seen,
-        allowed=f"{allowed}; or tool_choice auto without strict",
-    )
+    message = "tools: a schema that the model's spelling of calls cannot be held to"
+    allowed += "; or tool_choice auto without strict"
+    return InvalidInput(message, seen=seen, allowed=allowed)

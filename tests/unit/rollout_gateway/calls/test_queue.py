@@ -16,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from paceline.errors import ConfigError, ResourceExhausted
+from paceline.errors import ResourceExhausted
 from paceline.services.rollout_gateway.calls.queue import FairQueue
 from paceline.services.rollout_gateway.config import QueueConfig
 
@@ -135,11 +135,6 @@ def test_the_configured_number_of_places_goes_before_the_engines(worlds: list[Wo
     for _ in range(3):
         worlds[0].come("a")
     assert worlds[0].queue.running == 2
-
-
-def test_a_queue_without_a_place_is_refused() -> None:
-    with pytest.raises(ConfigError, match="seen: 0; allowed: at least 1"):
-        FairQueue(QueueConfig(), 0)
 
 
 def test_a_key_with_500_waiting_requests_delays_another_by_one_turn(worlds: list[World]) -> None:

@@ -36,7 +36,7 @@ async def taken(groups: OpenGroups) -> tuple[str, list[str], int]:
         await groups.closed()
     group = groups.pop()
     assert group is not None
-    return group.group_id, [member.session.session_id for member in group.members], group.scored
+    return group.group_id, [member.session_id for member in group.members], group.scored
 
 
 async def nothing_closed(groups: OpenGroups) -> bool:
