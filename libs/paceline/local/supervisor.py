@@ -100,17 +100,11 @@ class Supervisor:
         """
         if not self._tasks:
             raise FailedPrecondition("nothing was started")
-        ends = [
-            self._tasks[name] for name, child in self._children.items() if child.launch.ends_run
-        ]
-        waits = ends or [
-            task for name, task in self._tasks.items() if self._children[name].launch.command
-        ]
-        ended: set[asyncio.Future[Any]] = {
-            asyncio.gather(*waits, return_exceptions=True),
-            self._failing(),
-        }
-        await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
+        launches = [child.launch for child in self._children.values()]
+        ends = [one for one in launches if one.ends_run] or [one for one in launches if one.command]
+        ended = asyncio.gather(*(self._tasks[one.name] for one in ends), return_exceptions=True)
+        waits: set[asyncio.Future[Any]] = {ended, self._failing()}
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         self._raise_failure()
 
     async def stop(self, grace_s: float = 10.0) -> None:

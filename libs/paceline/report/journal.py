@@ -96,9 +96,8 @@ class RunHistory:
     first_steps_s: list[float] = field(default_factory=list)
     # of the drafter's gate, by kind of decision
     decisions: Counter[str] = field(default_factory=Counter)
-    gate: deque[DrafterDecision] = field(
-        default_factory=lambda: deque(maxlen=_DECISIONS)
-    )  # in order
+    # In order.
+    gate: deque[DrafterDecision] = field(default_factory=lambda: deque(maxlen=_DECISIONS))
     beyond: dict[str, dict[str, float]] = field(default_factory=dict)
     """Paths named by the audit, in order, and the audit's figures of each; "step" is its time."""
 

@@ -77,7 +77,13 @@ async def train_policy(calls: Calls, command: commands.TrainPolicy) -> None:
         async for name, answer in _train_step(calls, request):
             match name:
                 case "batch":
-                    batch = _batch_figures(answer)
+                    lags = sorted(answer.staleness.items(), key=lambda lag: int(lag[0]))
+                    batch = {
+                        "trajectories": answer.trajectories,
+                        "batch_tokens": answer.tokens,
+                        "groups_dropped": sum(answer.dropped.values()),
+                        "staleness": dict(lags),
+                    }
                 case "stepped":
                     figures = batch | message_figures(answer, "policy_version", "beyond")
                     version = answer.policy_version
@@ -118,15 +124,6 @@ async def _train_step(
         async with aclosing(answers(call, last="prepared")) as found:
             async for one in found:
                 yield one
-
-
-def _batch_figures(batch: policy_pb2.BatchReady) -> dict[str, events.Figure]:
-    return {
-        "trajectories": batch.trajectories,
-        "batch_tokens": batch.tokens,
-        "groups_dropped": sum(batch.dropped.values()),
-        "staleness": dict(sorted(batch.staleness.items(), key=lambda lag: int(lag[0]))),
-    }
 
 
 # --- trainings of the drafter ---------------------------------------------------------------------
