@@ -50,8 +50,7 @@ class AuditCell:
     buckets: dict[str, int] = field(default_factory=dict)  # number (decimal) -> tokens
 
     def __add__(self, other: AuditCell) -> AuditCell:
-        names = self.buckets | other.buckets
-        buckets = {name: self.buckets.get(name, 0) + other.buckets.get(name, 0) for name in names}
+        buckets = trajectory.added(self.buckets, other.buckets)
         return AuditCell(self.tokens + other.tokens, self.total + other.total, buckets)
 
     @property

@@ -80,7 +80,7 @@ class Supervisor:
         self._tasks = {
             name: asyncio.create_task(child.run()) for name, child in self._children.items()
         }
-        healthy = asyncio.create_task(self._all_healthy())
+        healthy = asyncio.gather(*(one.is_healthy.wait() for one in self._children.values()))
         waits: set[asyncio.Future[Any]] = {healthy, self._failing()}
         try:
             await asyncio.wait(waits, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
@@ -125,10 +125,6 @@ class Supervisor:
 
     async def __aexit__(self, *exception: object) -> None:
         await self.stop()
-
-    async def _all_healthy(self) -> None:
-        for child in self._children.values():
-            await child.is_healthy.wait()
 
     def _failing(self) -> asyncio.Future[Any]:
         """A future that is done at the first failure of a service, or when all have ended."""
