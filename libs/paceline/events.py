@@ -104,19 +104,10 @@ class FactSubscriber:
     number - 1), which is empty if no fact is missing.
     """
 
-    def __init__(
-        self,
-        address: str,
-        run_id: str,
-        on_gap: OnGap,
-        *,
-        deadline_s: float = 3600.0,
-        curve_key: str = "",
-    ) -> None:
+    def __init__(self, address: str, run_id: str, on_gap: OnGap, *, curve_key: str = "") -> None:
         """`curve_key`: file of the run's key pair. Raises ConfigError if it holds no key pair."""
         keys = _read_keys(curve_key)
         self._on_gap = on_gap
-        self._deadline_s = deadline_s
         self._last = 0
         self._heard: deque[Fact] = deque()  # of the last received message
         self.traceparent = b""
@@ -129,12 +120,6 @@ class FactSubscriber:
             self._socket.curve_publickey, self._socket.curve_secretkey = keys
             self._socket.curve_serverkey = keys[0]
         self._socket.connect(_resolved(address, self._socket))
-
-    def __aiter__(self) -> FactSubscriber:
-        return self
-
-    async def __anext__(self) -> Fact:
-        return await self.next(self._deadline_s)
 
     async def next(self, deadline_s: float) -> Fact:
         """The next fact.

@@ -6,13 +6,14 @@ commands run, so a new runner can continue the run.
 
 import asyncio
 import contextvars
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 from opentelemetry import context as otel_context
 from opentelemetry.trace import Span, set_span_in_context
 
 from paceline.errors import FailedPrecondition
+from paceline.local.patience import unless
 from paceline.services.coordinator import metrics, observed, trackers, transitions
 from paceline.services.coordinator.calls import base, executor, rollouts, slots, tasks
 from paceline.services.coordinator.config import CoordinatorConfig
@@ -152,7 +153,7 @@ class Runner:
             task.add_done_callback(self._beside_ended)
         try:
             await self._replay()
-            return await _unless(stop, self._to_the_end())
+            return await unless(stop, self._to_the_end())
         finally:
             for task in beside:
                 task.cancel()
@@ -249,21 +250,3 @@ class Runner:
                 raise error
         begins = rollouts.run_started if state.phase is Phase.NEW else rollouts.run_resumed
         await self._apply(await begins(self._calls))
-
-
-async def _unless(stop: asyncio.Event, work: Awaitable[None]) -> bool:
-    """Awaits `work` and returns True. When `stop` is set first, cancels the work and
-    returns False.
-    """
-    task = asyncio.ensure_future(work)
-    stopped = asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            return False
-        task.result()
-        return True
-    finally:
-        for each in (task, stopped):
-            each.cancel()
-        await asyncio.gather(task, stopped, return_exceptions=True)

@@ -5,8 +5,6 @@ import time
 from contextlib import suppress
 from typing import Any
 
-import grpc
-
 from paceline.errors import FailedPrecondition, RunFailed
 from paceline.events import FactPublisher
 from paceline.messages import versions_to_proto
@@ -38,9 +36,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._run_id = run_id
         self._runner = runner
 
-    async def GetSnapshot(
-        self, request: pb.GetSnapshotRequest, context: grpc.aio.ServicerContext
-    ) -> Any:
+    async def GetSnapshot(self, request: pb.GetSnapshotRequest, context: Any) -> Any:
         """Returns the whole state."""
         state, records = self._runner.transitions.state, self._runner.transitions.records
         return pb.GetSnapshotResponse(
@@ -58,30 +54,26 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             samples_unscored=total_unscored(records.finished),
         )
 
-    async def ListSteps(
-        self, request: pb.ListStepsRequest, context: grpc.aio.ServicerContext
-    ) -> Any:
+    async def ListSteps(self, request: pb.ListStepsRequest, context: Any) -> Any:
         """Returns one page of records of finished steps, starting at `from_step`."""
         return pb.ListStepsResponse(steps=self._runner.transitions.records.page(request.from_step))
 
-    async def StopRun(self, request: pb.StopRunRequest, context: grpc.aio.ServicerContext) -> Any:
+    async def StopRun(self, request: pb.StopRunRequest, context: Any) -> Any:
         """Ends the run after the running step. Raises FailedPrecondition when no run is live."""
         _require_live(self._runner.transitions.state)
         return pb.StopRunResponse(total_steps=self._runner.request_stop())
 
-    async def PauseRun(self, request: pb.PauseRunRequest, context: grpc.aio.ServicerContext) -> Any:
+    async def PauseRun(self, request: pb.PauseRunRequest, context: Any) -> Any:
         """Pauses the run. Raises FailedPrecondition when no run is live or all steps have begun."""
         before = await self._choose(events.Paused(self._runner.now()))
         return pb.PauseRunResponse(steps=before.rollouts.begun)
 
-    async def ResumeRun(
-        self, request: pb.ResumeRunRequest, context: grpc.aio.ServicerContext
-    ) -> Any:
+    async def ResumeRun(self, request: pb.ResumeRunRequest, context: Any) -> Any:
         """Continues a paused run. Raises FailedPrecondition when no run is live."""
         before = await self._choose(events.Continued(self._runner.now()))
         return pb.ResumeRunResponse(was_paused=before.paused)
 
-    async def RollBack(self, request: pb.RollBackRequest, context: grpc.aio.ServicerContext) -> Any:
+    async def RollBack(self, request: pb.RollBackRequest, context: Any) -> Any:
         """Returns to the previous drafter. Raises FailedPrecondition with the objection, if any."""
         if request.HasField("policy_version"):
             raise FailedPrecondition(
@@ -92,22 +84,16 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             )
         return pb.RollBackResponse(drafters=await self._choose_drafter(request, lasting=False))
 
-    async def PinDrafter(
-        self, request: pb.PinDrafterRequest, context: grpc.aio.ServicerContext
-    ) -> Any:
+    async def PinDrafter(self, request: pb.PinDrafterRequest, context: Any) -> Any:
         """Pins the serving drafter. Raises FailedPrecondition with the objection, if any."""
         return pb.PinDrafterResponse(drafters=await self._choose_drafter(request, lasting=True))
 
-    async def UnpinDrafter(
-        self, request: pb.UnpinDrafterRequest, context: grpc.aio.ServicerContext
-    ) -> Any:
+    async def UnpinDrafter(self, request: pb.UnpinDrafterRequest, context: Any) -> Any:
         """Removes a pin. Raises FailedPrecondition when no run is live."""
         await self._choose(events.DrafterUnpinned(self._runner.now()))
         return pb.UnpinDrafterResponse(drafters=drafters_of(self._runner.transitions.state))
 
-    async def ChooseProfile(
-        self, request: pb.ChooseProfileRequest, context: grpc.aio.ServicerContext
-    ) -> Any:
+    async def ChooseProfile(self, request: pb.ChooseProfileRequest, context: Any) -> Any:
         """Sets the profile that the next policies are rounded to. Raises FailedPrecondition with
         the objection, if any.
         """

@@ -8,10 +8,5 @@ with uncollected():
     from paceline.services.policy_trainer.server import serve
 
 if __name__ == "__main__":
-    run_service(
-        "policy_trainer",
-        PolicyTrainerConfig,
-        serve,
-        extra="train",
-        numbered=PolicyTrainerConfig.of_node,
-    )
+    of_node = PolicyTrainerConfig.of_node
+    run_service("policy_trainer", PolicyTrainerConfig, serve, extra="train", numbered=of_node)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline import trajectory
@@ -50,8 +50,7 @@ class AuditCell:
     buckets: dict[str, int] = field(default_factory=dict)  # number (decimal) -> tokens
 
     def __add__(self, other: AuditCell) -> AuditCell:
-        names = self.buckets | other.buckets
-        buckets = {name: self.buckets.get(name, 0) + other.buckets.get(name, 0) for name in names}
+        buckets = trajectory.added(self.buckets, other.buckets)
         return AuditCell(self.tokens + other.tokens, self.total + other.total, buckets)
 
     @property
@@ -163,16 +162,21 @@ def judged(
     ripe, left = _ripe(state.open | added, settings.least_tokens)
     bounds = {name: bound_of(name, settings, compute_dtype) for name in ripe}
     now = {name: _is_within(gaps, bounds[name]) for name, gaps in ripe.items()}
-    seen = now | _hints(left, settings, compute_dtype)
+    # Cells with some tokens, all within bounds: too few for a verdict, enough to clear their paths.
+    hints = {
+        name: True
+        for name, one in left.items()
+        if one.tokens >= settings.least_tokens // _HINT
+        and _is_within(one, bound_of(name, settings, compute_dtype))
+    }
     named = list(state.named)
     verdicts = []
     for cell in sorted((name for name, fine in now.items() if not fine), key=_by_paths):
-        gaps, bound = ripe[cell], bounds[cell]
-        for path in _blamed(cell, named, seen, state.within):
+        gaps = ripe[cell]
+        for path in _blamed(cell, named, now | hints, state.within):
             named.append(path)
-            verdicts.append(
-                PathVerdict(path, gaps.tokens, gaps.mean, gaps.upper, bound.mean, bound.upper)
-            )
+            measured = gaps.tokens, gaps.mean, gaps.upper
+            verdicts.append(PathVerdict(path, *measured, *bounds[cell]))
     return AuditState(left, state.within | now, tuple(named)), tuple(verdicts)
 
 
@@ -205,26 +209,12 @@ def _ripe(
     return ripe, left
 
 
-def _hints(
-    cells: Mapping[str, AuditCell], settings: AuditConfig, compute_dtype: str
-) -> dict[str, bool]:
-    """Cells with some tokens, all within bounds: too few for a verdict, enough to clear their
-    paths.
-    """
-    return {
-        name: True
-        for name, one in cells.items()
-        if one.tokens >= settings.least_tokens // _HINT
-        and _is_within(one, bound_of(name, settings, compute_dtype))
-    }
-
-
 def _is_within(gaps: AuditCell, bound: AuditBound) -> bool:
     return gaps.mean <= bound.mean and gaps.upper <= bound.upper
 
 
 def _blamed(
-    cell: str, named: Iterable[str], now: Mapping[str, bool], before: Mapping[str, bool]
+    cell: str, named: Sequence[str], now: Mapping[str, bool], before: Mapping[str, bool]
 ) -> tuple[str, ...]:
     """The paths that explain a cell beyond its bound; empty if a named path already explains it.
 
@@ -235,13 +225,10 @@ def _blamed(
     own = paths_of(cell)
     if trajectory.PLAIN_PATH in named or set(own) & set(named):
         return ()
-    arms = [path for path in named if path.startswith(trajectory.ARM_PATH)]
-    if trajectory.DRAFTED_PATH in (own if arms else ()):
-        return ()
-    if trajectory.DRAFTED_PATH in named and any(
-        path.startswith(trajectory.ARM_PATH) for path in own
-    ):
-        return ()
+    for paths, others in ((own, named), (named, own)):
+        arms = any(path.startswith(trajectory.ARM_PATH) for path in others)
+        if arms and trajectory.DRAFTED_PATH in paths:
+            return ()
     suspects = own
     for verdicts in (now, before):
         cleared = {path for name, fine in verdicts.items() if fine for path in paths_of(name)}

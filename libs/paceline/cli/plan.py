@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,9 +60,7 @@ def plan_run(
     fitted = [] if elsewhere else fit_settings(found)
     if fitted:
         found = services.settings_of_run(files, [*overrides, *fitted])
-    gateway, policy, coordinator = (
-        found[name] for name in ("gateway", "policy_trainer", "coordinator")
-    )
+    gateway, policy, coordinator = itemgetter("gateway", "policy_trainer", "coordinator")(found)
     on_gpus = services.gpu_settings(found)
     if gpus is None:
         gpus = gpu_bytes() if not elsewhere and (policy.device != "cpu" or on_gpus) else []

@@ -18,7 +18,7 @@ from paceline.config import ServiceConfig
 from paceline.config.load import load_config
 from paceline.errors import ConfigError, DataLoss, PacelineError, Unavailable
 from paceline.local import launch, processes, tokens
-from paceline.local.patience import patient
+from paceline.local.patience import patient, unless
 from paceline.local.supervisor import Supervisor, run_launches
 from paceline.streams import LedgerCount
 
@@ -195,16 +195,7 @@ class _Player:
             await supervisor.wait_finished()
 
         with _stop_requests() as stop:
-            asked, working = asyncio.create_task(stop.wait()), asyncio.create_task(work())
-            try:
-                await asyncio.wait({asked, working}, return_when=asyncio.FIRST_COMPLETED)
-                if working.done():
-                    working.result()
-                return working.done()
-            finally:
-                asked.cancel()
-                working.cancel()
-                await asyncio.gather(asked, working, return_exceptions=True)
+            return await unless(stop, work())
 
     async def _collect(self, *, finished: bool) -> None:
         """Copies the journal and counts the trajectories.

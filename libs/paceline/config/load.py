@@ -251,11 +251,9 @@ def _explicit_defaults(cls: type[Config]) -> Tree:
     """
     tree: Tree = {}
     for name, field in cls.model_fields.items():
-        default = (
-            None
-            if field.is_required()
-            else field.get_default(call_default_factory=True, validated_data={})
-        )
+        if field.is_required():
+            continue
+        default = field.get_default(call_default_factory=True, validated_data={})
         if isinstance(default, Config):
             tree[name] = default.model_dump(exclude_unset=True)
         elif isinstance(default, dict):

@@ -114,19 +114,16 @@ def _run(
         tokens.use_run_tokens(config)
         set_malloc_thresholds()
         telemetry.setup(process, config.telemetry)
+        # The token for each address: the agents' token for HTTP, else the operators'.
+        security, of = config.security, config.addresses.of
+        known = {of(spec.address_key): security.token} if spec.address_key else {}
+        known |= {of(key): security.agent_token or security.token for key in spec.links}
         try:
-            with tokens.announced(_tokens(spec, config)):
+            with tokens.announced(known):
                 stopped_by = uvloop.run(_serve_until_signal(config, serve))
         finally:
             telemetry.shutdown()
     return 128 + stopped_by if stopped_by else processes.EXIT_FINISHED
-
-
-def _tokens(spec: services.ServiceSpec, config: ServiceConfig) -> dict[str, str]:
-    """The token for each address of a service: the agents' token for HTTP, else the operators'."""
-    security, of = config.security, config.addresses.of
-    main = {of(spec.address_key): security.token} if spec.address_key else {}
-    return {**main, **{of(key): security.agent_token or security.token for key in spec.links}}
 
 
 async def _serve_until_signal(config: C, serve: Serve[C]) -> int:

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 from rich.filesize import decimal
 
@@ -69,14 +70,12 @@ def model_directory(model: str, say: Callable[[str], None]) -> Path:
 
 def _download(repository: str, revision: str | None, say: Callable[[str], None]) -> Path:
     """Downloads the absent files. Raises ConfigError unless all files make up a checkpoint."""
-    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub import HfApi, constants
 
     exempt_loopback(constants.ENDPOINT)
     # A silent Hub ends here: the same request inside snapshot_download has no deadline.
     HfApi().model_info(repository, revision=revision, timeout=_ASK_S)
-    files = snapshot_download(
-        repository, revision=revision, allow_patterns=NEEDED, dry_run=True, etag_timeout=_ASK_S
-    )
+    files = _snapshot(repository, revision, dry_run=True, etag_timeout=_ASK_S)
     if lacking := _lacking_files({file.filename for file in files}):
         raise ConfigError(
             "this model on the Hub is no checkpoint that can be served",
@@ -88,24 +87,24 @@ def _download(repository: str, revision: str | None, say: Callable[[str], None])
         size, commit = decimal(sum(sizes.values())), files[0].commit_hash[:12]
         say(f"{repository} at {commit}: downloading {size} in {len(sizes)} files")
         say(f"  {', '.join(f'{name} ({decimal(sizes[name])})' for name in sorted(sizes))}")
-    found = Path(snapshot_download(repository, revision=revision, allow_patterns=NEEDED))
+    found = Path(_snapshot(repository, revision))
     say(f"{repository} is at {found}")
     return found
+
+
+def _snapshot(repository: str, revision: str | None, **options: Any) -> Any:
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(repository, revision=revision, allow_patterns=NEEDED, **options)
 
 
 def _find_download(
     repository: str, revision: str | None, say: Callable[[str], None], cause: BaseException
 ) -> Path:
     """The cached snapshot. Raises ConfigError if it is absent or incomplete."""
-    from huggingface_hub import snapshot_download
-
     reason = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
     try:
-        found = Path(
-            snapshot_download(
-                repository, revision=revision, allow_patterns=NEEDED, local_files_only=True
-            )
-        )
+        found = Path(_snapshot(repository, revision, local_files_only=True))
         if lacking := _lacking_files({path.name for path in found.iterdir()}, found / INDEX):
             raise FileNotFoundError(", ".join(lacking))
     except (OSError, ValueError) as error:

@@ -7,6 +7,7 @@ for backward. Model sizes are from config.json.
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,7 @@ def check_memory(found: Mapping[str, Any], ranks: int, gpus: Sequence[int]) -> s
     `found`: settings by service. `gpus`: bytes of each GPU. Raises ConfigError if a GPU is too
     small.
     """
-    gateway, policy, drafter = (
-        found[name] for name in ("gateway", "policy_trainer", "drafter_trainer")
-    )
+    gateway, policy, drafter = itemgetter("gateway", "policy_trainer", "drafter_trainer")(found)
     sglang = gateway.engine.kind == "sglang"
     on_gpus = sglang and gateway.engine.sglang.device != "cpu" and gpus
     try:
@@ -95,9 +94,7 @@ def fit_settings(found: Mapping[str, Any]) -> list[str]:
     Decoding reads all weights for each token. One worker with all cores reads and holds them once;
     small weights stay in each core's caches, so that a worker per core is faster.
     """
-    gateway, policy, drafter = (
-        found[name] for name in ("gateway", "policy_trainer", "drafter_trainer")
-    )
+    gateway, policy, drafter = itemgetter("gateway", "policy_trainer", "drafter_trainer")(found)
     if gateway.engine.kind != "embedded" or policy.device == "cuda":
         return []
     try:

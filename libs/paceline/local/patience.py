@@ -55,6 +55,23 @@ async def within(seconds: float, awaited: Awaitable[T], what: str) -> T:
         raise DeadlineExceeded(what, seen=f"{limit_s:.0f} s") from error
 
 
+async def unless(stop: asyncio.Event, work: Awaitable[None]) -> bool:
+    """Awaits `work` and returns True. When `stop` is set first, cancels the work and returns
+    False.
+    """
+    task = asyncio.ensure_future(work)
+    stopped = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+        return task.done()
+    finally:
+        for each in (task, stopped):
+            each.cancel()
+        await asyncio.gather(task, stopped, return_exceptions=True)
+
+
 LOOK_S = 1.0
 """Seconds between two readings of processor time."""
 _WORKS = 0.01

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -114,19 +115,12 @@ def services_of(gateways: int, policy_nodes: int = 1) -> list[ServiceSpec]:
 def service(name: str) -> ServiceSpec:
     """The service with this name, with - or _. Raises NotFound with all names."""
     first, _, number = name.partition("-")
-    if first == POLICY_TRAINER and number.isdecimal() and int(number):
-        own = service(first)
-        return replace(own, name=name, address_key="", arguments=(f"--{first}", number))
-    if first == GATEWAY and number.isdecimal() and int(number):
+    if first in (GATEWAY, POLICY_TRAINER) and number.isdecimal() and int(number):
+        own = replace(service(first), name=name, address_key="", arguments=(f"--{first}", number))
+        if first == POLICY_TRAINER:
+            return own
         key, http = f"more_gateways.{int(number) - 1}", f"more_gateways_http.{int(number) - 1}"
-        return replace(
-            service(GATEWAY),
-            name=name,
-            address_key=key,
-            more_address_keys=(http,),
-            links=(http,),
-            arguments=("--gateway", number),
-        )
+        return replace(own, address_key=key, more_address_keys=(http,), links=(http,))
     wanted = name.replace("-", "_")
     for spec in SERVICES:
         if spec.name == wanted:
@@ -151,9 +145,7 @@ def settings_of_run(files: Sequence[Path], overrides: Sequence[str]) -> dict[str
 
 def gpu_settings(found: Mapping[str, Any]) -> list[str]:
     """Keys of the settings that request a GPU."""
-    gateway, policy, drafter = (
-        found[name] for name in ("gateway", "policy_trainer", "drafter_trainer")
-    )
+    gateway, policy, drafter = itemgetter("gateway", "policy_trainer", "drafter_trainer")(found)
     named = {"policy_trainer.device": policy.device, "drafter_trainer.device": drafter.device}
     if gateway.engine.kind == "sglang":
         named["gateway.engine.sglang.device"] = gateway.engine.sglang.device

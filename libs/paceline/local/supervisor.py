@@ -80,7 +80,7 @@ class Supervisor:
         self._tasks = {
             name: asyncio.create_task(child.run()) for name, child in self._children.items()
         }
-        healthy = asyncio.create_task(self._all_healthy())
+        healthy = asyncio.gather(*(one.is_healthy.wait() for one in self._children.values()))
         waits: set[asyncio.Future[Any]] = {healthy, self._failing()}
         try:
             await asyncio.wait(waits, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
@@ -100,17 +100,11 @@ class Supervisor:
         """
         if not self._tasks:
             raise FailedPrecondition("nothing was started")
-        ends = [
-            self._tasks[name] for name, child in self._children.items() if child.launch.ends_run
-        ]
-        waits = ends or [
-            task for name, task in self._tasks.items() if self._children[name].launch.command
-        ]
-        ended: set[asyncio.Future[Any]] = {
-            asyncio.gather(*waits, return_exceptions=True),
-            self._failing(),
-        }
-        await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
+        launches = [child.launch for child in self._children.values()]
+        ends = [one for one in launches if one.ends_run] or [one for one in launches if one.command]
+        ended = asyncio.gather(*(self._tasks[one.name] for one in ends), return_exceptions=True)
+        waits: set[asyncio.Future[Any]] = {ended, self._failing()}
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         self._raise_failure()
 
     async def stop(self, grace_s: float = 10.0) -> None:
@@ -131,10 +125,6 @@ class Supervisor:
 
     async def __aexit__(self, *exception: object) -> None:
         await self.stop()
-
-    async def _all_healthy(self) -> None:
-        for child in self._children.values():
-            await child.is_healthy.wait()
 
     def _failing(self) -> asyncio.Future[Any]:
         """A future that is done at the first failure of a service, or when all have ended."""

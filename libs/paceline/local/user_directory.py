@@ -128,20 +128,15 @@ def locked_directory(parent: Path, mode: int = 0o700, remove: Remove | None = No
         parent.mkdir()
         parent.chmod(mode)
     for left in parent.iterdir():
-        _sweep(left, remove or shutil.rmtree)
+        if (handle := _lock(left)) is not None:
+            _remove(left, remove or shutil.rmtree)
+            os.close(handle)
     while True:
         path = Path(tempfile.mkdtemp(prefix="", dir=parent))
         if _lock(path) is not None and path.is_dir():  # no process removed it before the lock
             path.chmod(mode)
             atexit.register(_remove, path, remove or shutil.rmtree)
             return path
-
-
-def _sweep(path: Path, remove: Remove) -> None:
-    handle = _lock(path)
-    if handle is not None:
-        _remove(path, remove)
-        os.close(handle)
 
 
 def _remove(path: Path, remove: Remove) -> None:

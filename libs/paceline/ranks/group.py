@@ -13,10 +13,10 @@ import shutil
 import signal
 import tempfile
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import zmq
 
@@ -32,6 +32,7 @@ CONFIG_VARIABLE = "PACELINE_RANK_CONFIG"
 _MESSAGES_QUEUED = 64
 _SEND_S = 10.0
 C = TypeVar("C", bound=Config)
+T = TypeVar("T")
 
 
 class RankLost(Unavailable):
@@ -141,7 +142,8 @@ class RankGroup:
             self._shared = tempfile.mkdtemp(prefix="ranks-", dir=self._log_dir.absolute())
         self._store = store or f"{self._shared}/store"
         try:
-            await self._start_elsewhere(deadline_s)
+            late = f"a process of {self._name} on another node does not call"
+            await self._in_time(self.hosts.start(self._store), deadline_s, late)
             for rank in self.own:
                 await self._spawn(rank, deadline_s)
             await self._all_ready(deadline_s)
@@ -167,15 +169,8 @@ class RankGroup:
         if self._early:
             return self._early.popleft()
         self._require_ranks()
-        arrived = asyncio.ensure_future(self._arrived.get())
-        try:
-            if not await self._clock.wait({arrived}, deadline_s):
-                raise DeadlineExceeded(
-                    f"no rank of {self._name} spoke in time", seen=f"{deadline_s:.1f} s"
-                )
-        finally:
-            arrived.cancel()
-        rank, message = arrived.result()
+        late = f"no rank of {self._name} spoke in time"
+        rank, message = await self._in_time(self._arrived.get(), deadline_s, late)
         self._require_ranks()
         self._clock.restart()
         return rank, message
@@ -237,17 +232,15 @@ class RankGroup:
         self._ranks.append(child)
         child.ended.add_done_callback(partial(self._note_end, rank, child))
 
-    async def _start_elsewhere(self, deadline_s: float) -> None:
-        """Starts the ranks on other nodes. Raises DeadlineExceeded if a node is not offered."""
-        starting = asyncio.ensure_future(self.hosts.start(self._store))
+    async def _in_time(self, awaited: Coroutine[Any, Any, T], deadline_s: float, late: str) -> T:
+        """Awaits a result. Raises DeadlineExceeded after so many counted seconds (WorkClock)."""
+        waiting = asyncio.ensure_future(awaited)
         try:
-            if not await self._clock.wait({starting}, deadline_s):
-                raise DeadlineExceeded(
-                    f"a process of {self._name} on another node does not call",
-                    seen=f"{deadline_s:.1f} s",
-                )
+            if not await self._clock.wait({waiting}, deadline_s):
+                raise DeadlineExceeded(late, seen=f"{deadline_s:.1f} s")
+            return waiting.result()
         finally:
-            starting.cancel()
+            waiting.cancel()
 
     def _require_ranks(self) -> None:
         """Raises RankLost if a rank has ended, FailedPrecondition if the ranks do not run."""

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 
 from paceline.errors import PacelineError
+from paceline.local.patience import unless
 from paceline.ranks.group import RankGroup
 from paceline.ranks.hosts import READY
 from paceline.rpc import error_from_rpc, responses
@@ -28,45 +29,36 @@ async def host_ranks(
     """Keeps a node's ranks for their trainer until `stop` is set. `dial` calls the trainer. No rank
     is left afterwards.
     """
-    stopping = asyncio.create_task(stop.wait())
-    while not stop.is_set():
-        keeping = asyncio.create_task(_keep(group, offer, dial))
-        await asyncio.wait({keeping, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        keeping.cancel()
-        with suppress(asyncio.CancelledError):
-            await keeping
-        await asyncio.wait({stopping}, timeout=_AGAIN_S)
+    while await unless(stop, _keep(group, offer, dial)):
+        pass
 
 
 async def _keep(group: RankGroup, offer: RankNews, dial: Callable[[Any], Any]) -> None:
-    """One call, and its ranks."""
+    """One call, and its ranks; then a pause."""
     news: asyncio.Queue[RankNews | None] = asyncio.Queue()
     news.put_nowait(offer)
     running: asyncio.Task[None] | None = None
     grace_s = 0.0
     try:
         async with aclosing(responses(dial(_until_none(news)))) as orders:
-            async for order in orders:
-                if order.HasField("start"):
-                    running = asyncio.create_task(_run(group, order.start, news))
-                elif order.HasField("message"):
-                    with suppress(PacelineError):  # _run reports it
-                        group.send(order.message)
-                else:
-                    grace_s = order.stop_s
-                    break
-            await _end(group, running, grace_s)  # the trainer awaits the end of the call
+            try:
+                async for order in orders:
+                    if order.HasField("start"):
+                        running = asyncio.create_task(_run(group, order.start, news))
+                    elif order.HasField("message"):
+                        with suppress(PacelineError):  # _run reports it
+                            group.send(order.message)
+                    else:
+                        grace_s = order.stop_s
+                        break
+            finally:  # the trainer awaits the end of the call
+                if running is not None:
+                    running.cancel()
+                    await asyncio.gather(running, return_exceptions=True)
+                await group.end_ranks(grace_s)
     except grpc.aio.AioRpcError as error:
         _log.warning("trainer_away", error=str(error_from_rpc(error)))
-    finally:
-        await _end(group, running, 0.0)
-
-
-async def _end(group: RankGroup, running: asyncio.Task[None] | None, grace_s: float) -> None:
-    if running is not None:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-    await group.end_ranks(grace_s)
+    await asyncio.sleep(_AGAIN_S)
 
 
 async def _run(group: RankGroup, store: str, news: asyncio.Queue[RankNews | None]) -> None:

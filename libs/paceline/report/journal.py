@@ -96,9 +96,8 @@ class RunHistory:
     first_steps_s: list[float] = field(default_factory=list)
     # of the drafter's gate, by kind of decision
     decisions: Counter[str] = field(default_factory=Counter)
-    gate: deque[DrafterDecision] = field(
-        default_factory=lambda: deque(maxlen=_DECISIONS)
-    )  # in order
+    # In order.
+    gate: deque[DrafterDecision] = field(default_factory=lambda: deque(maxlen=_DECISIONS))
     beyond: dict[str, dict[str, float]] = field(default_factory=dict)
     """Paths named by the audit, in order, and the audit's figures of each; "step" is its time."""
 
@@ -172,6 +171,7 @@ def read_history(path: Path) -> RunHistory:
     run.began_s = float(entries[0]["at_s"])
     for entry in entries:
         at_s, event, data = float(entry["at_s"]), entry["event"], entry.get("data", {})
+        step = int(entry["step"])
         if event == "Resumed" or run.phase == PAUSED:
             run.away_s += at_s - run.ended_s
         run.ended_s, run.phase = at_s, str(entry["phase"])
@@ -179,11 +179,16 @@ def read_history(path: Path) -> RunHistory:
             record = ParseDict(entry["record"], StepRecord(), ignore_unknown_fields=True)
             records[record.step] = record
         if event == "EvaluationDone" and data.get("value") is not None:
-            _add_evaluation(run, records.get(int(entry["step"]) - 1), int(entry["step"]), data)
+            before = records.get(step - 1)
+            more = data.get("details", {}).get("figures") or {}
+            for kind, value in {str(data["kind"]): data["value"], **more}.items():
+                run.evaluations.setdefault(kind, {})[step] = float(value)
+                if before is not None:
+                    before.evaluations[kind] = float(value)
         elif event in ("Detached", "GatePromoted", "GateDecided"):
             if (text := json.dumps([event, data])) not in counted:
                 counted.add(text)
-                _add_drafter_event(run, event, int(entry["step"]), data)
+                _add_drafter_event(run, event, step, data)
         elif event in ("RunStarted", "Committed"):
             versions = versions_from_proto(ParseDict(data["versions"], pb.VersionSet()))
             if run.served[-1:] != [versions]:
@@ -191,21 +196,10 @@ def read_history(path: Path) -> RunHistory:
         elif event == "PathsBeyondBound":
             for name in data["paths"]:
                 figures = data.get("details", {}).get(name) or {}
-                run.beyond.setdefault(name, {"step": int(entry["step"]), **figures})
-    run.records = [records[step] for step in sorted(records)]
+                run.beyond.setdefault(name, {"step": step, **figures})
+    run.records = [records[number] for number in sorted(records)]
     run.intervals, run.windows = slot_intervals(entries), step_windows(entries)
     return run
-
-
-def _add_evaluation(
-    run: RunHistory, before: StepRecord | None, steps: int, data: Mapping[str, Any]
-) -> None:
-    """Adds an evaluation to the run, and to the record of the step before it."""
-    more = data.get("details", {}).get("figures") or {}
-    for kind, value in {str(data["kind"]): data["value"], **more}.items():
-        run.evaluations.setdefault(kind, {})[steps] = float(value)
-        if before is not None:
-            before.evaluations[kind] = float(value)
 
 
 def _add_drafter_event(run: RunHistory, event: str, step: int, data: Mapping[str, Any]) -> None:

@@ -9,23 +9,17 @@ from paceline.local.processes import usable_cores
 from paceline.processor import processor_field
 
 _PACKAGES = (
-    "paceline",
-    "grpcio",
-    "protobuf",
-    "redis",
-    "numpy",
-    "uvloop",
-    "torch",
-    "transformers",
-    "sglang",
+    *("paceline", "grpcio", "protobuf", "redis", "numpy"),
+    *("uvloop", "torch", "transformers", "sglang"),
 )
 
 
 def machine_in_words() -> str:
     """Cores, processor, memory and system, in one line."""
     memory = psutil.virtual_memory().total / (1 << 30)
+    cores = processor_field("model name") or platform.processor() or "an unnamed processor"
     return (
-        f"{usable_cores()} cores of {_processor()}, {memory:.0f} GiB memory, {platform.system()} "
+        f"{usable_cores()} cores of {cores}, {memory:.0f} GiB memory, {platform.system()} "
         f"{platform.machine()}"
     )
 
@@ -39,7 +33,3 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def _processor() -> str:
-    return processor_field("model name") or platform.processor() or "an unnamed processor"

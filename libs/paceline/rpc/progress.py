@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from paceline.errors import DeadlineExceeded, PacelineError
@@ -13,7 +14,6 @@ from paceline.rpc.status import rpc_errors
 from paceline.telemetry import last_span
 from paceline.v1 import progress_pb2 as pb
 from paceline.v1.progress_pb2_grpc import (
-    ProgressServiceServicer,
     ProgressServiceStub,
     add_ProgressServiceServicer_to_server,
 )
@@ -73,20 +73,10 @@ class Activity:
 Answer = Callable[[], Awaitable[pb.GetProgressResponse]]
 
 
-class _Servicer(ProgressServiceServicer):
-    def __init__(self, answer: Answer) -> None:
-        self._answer = answer
-
-    async def GetProgress(
-        self, request: pb.GetProgressRequest, context: Any
-    ) -> pb.GetProgressResponse:
-        """The service's progress."""
-        return await self._answer()
-
-
 def add_progress(server: Server, answer: Answer) -> None:
     """Adds GetProgress to a server."""
-    server.add(add_ProgressServiceServicer_to_server, _Servicer(answer), SERVICE_NAME)
+    servicer = SimpleNamespace(GetProgress=lambda request, context: answer())
+    server.add(add_ProgressServiceServicer_to_server, servicer, SERVICE_NAME)
 
 
 async def ask_progress(connection: Any, deadline_s: float = ASK_S) -> pb.GetProgressResponse:

@@ -123,10 +123,8 @@ _ACCEPTED = 2
 """Added to the mask of an accepted draft token."""
 
 
-def encode_trajectory(
-    trajectory: Trajectory, traceparent: str = ""
-) -> tuple[dict[str, str], bytes]:
-    """Header and payload of one branch; `traceparent` defaults to the current span's."""
+def encode_trajectory(trajectory: Trajectory) -> tuple[dict[str, str], bytes]:
+    """Header and payload of one branch, with the traceparent of the current span."""
     rows: dict[str, Any] = {name: getattr(trajectory, name) for name in TRAJECTORY_TENSORS}
     spans = [_of_version(span) for span in trajectory.version_spans]
     rows["version_spans"] = np.reshape(spans, (len(spans), 3))
@@ -143,7 +141,7 @@ def encode_trajectory(
         [_tensor(name, rows[name], dtype) for name, (dtype, _) in TRAJECTORY_TENSORS.items()]
     )
     header = to_object(trajectory, TRAJECTORY_HEADER)
-    return _written({**header, "ways": ways, "crc32": zlib.crc32(payload)}, traceparent), payload
+    return _written({**header, "ways": ways, "crc32": zlib.crc32(payload)}), payload
 
 
 def decode_trajectory(entry: Mapping[str, str], payload: bytes) -> Trajectory:
@@ -173,7 +171,7 @@ def trajectory_key(entry: Mapping[str, str]) -> str:
         raise DataLoss("an entry does not name its branch", seen=sorted(entry)) from error
 
 
-def _written(header: Mapping[str, Any], traceparent: str) -> dict[str, str]:
+def _written(header: Mapping[str, Any], traceparent: str = "") -> dict[str, str]:
     return {
         "schema_version": SCHEMA_VERSION,
         "header": json.dumps(header, separators=(",", ":")),

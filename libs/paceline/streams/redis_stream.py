@@ -71,7 +71,7 @@ class RedisStream:
         self._dead = f"{key}:dead"
         self._append = client.register_script(scripts.ADD + scripts.APPEND)
         self._ack = client.register_script(scripts.REMOVE + scripts.ACK)
-        self._bury = client.register_script(scripts.REMOVE + scripts.DEAD_LETTER)
+        self._bury = client.register_script(scripts.ADD + scripts.REMOVE + scripts.DEAD_LETTER)
         self._held: dict[tuple[str, str], set[str]] = {}
         self._doubtful: set[tuple[str, str]] = set()
 

@@ -70,9 +70,7 @@ end
 
 DEAD_LETTER = """
 if redis.call('XACK', KEYS[1], ARGV[1], ARGV[2]) == 0 then return end
-local pairs = {}
-for index = 4, #ARGV do pairs[#pairs + 1] = ARGV[index] end
-redis.call('XADD', KEYS[3], 'MAXLEN', ARGV[3], '*', unpack(pairs))
+redis.call('XADD', KEYS[3], 'MAXLEN', ARGV[3], '*', unpack(tail(4)))
 remove(KEYS[1], KEYS[2], ARGV[2])
 """
 """After REMOVE. KEYS: stream, sizes, dead letters. ARGV: group, id, dead letters kept, then field,

@@ -84,19 +84,19 @@ class CommittedSets:
         changes = serving is not None and serving.drafter != versions.drafter
         former = serving.drafter if serving and changes else self._former_drafter
         self._write(sets, former)
-        self._sets, self._former_drafter, self.unknown = sets, former, ""
+        self.unknown = ""
 
     def take_back(self) -> None:
         """Drops the serving set; the set before it serves again."""
         self._write(self._sets[:-1], None)
-        self._sets, self._former_drafter = self._sets[:-1], None
 
-    def _write(self, sets: Iterable[VersionSet], former_drafter: int | None) -> None:
+    def _write(self, sets: list[VersionSet], former_drafter: int | None) -> None:
         listed = [*map(to_object, sets)]
         described: dict[str, Any] = {"sets": listed, "sha256": _hash_of(listed, former_drafter)}
         if former_drafter is not None:
             described["former_drafter"] = former_drafter
         replace_synced(self._file, json.dumps(described).encode())
+        self._sets, self._former_drafter = sets, former_drafter
 
     def _read(self) -> list[VersionSet]:
         if not self._file.is_file():

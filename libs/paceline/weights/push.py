@@ -128,6 +128,10 @@ class PushReport:
     missing: int = 0  # chunks that other senders must complete
 
 
+RECEIVERS_TIMES = ("receive_s", "spool_s", "fan_out_s", "apply_s")
+"""Fields of PushReport and of PushResponse."""
+
+
 def push_deadline_s(total_bytes: int) -> float:
     """Default deadline of a push, scaled by its bytes."""
     return BASE_DEADLINE_S + total_bytes / SLOWEST_BYTES_PER_S
@@ -194,12 +198,9 @@ async def _push(sending: Sending, cut: Cut) -> PushReport:
     return PushReport(
         bytes=response.bytes_received,
         push_s=time.monotonic() - started_s,
-        receive_s=response.receive_s,
-        spool_s=response.spool_s,
-        fan_out_s=response.fan_out_s,
         replaced=wanted.replaced,
         encoding=encoding,
-        apply_s=response.apply_s,
+        **{name: getattr(response, name) for name in RECEIVERS_TIMES},
         missing=response.missing_chunks,
     )
 

@@ -18,13 +18,14 @@ from paceline.weights.chunks import CheckedRange
 from paceline.weights.delta import DELTA_BASE, DELTA_DAMAGED, encode_delta
 from paceline.weights.manifest import layouts, target_name, version_name
 from paceline.weights.metrics import DELTAS_LEFT
-from paceline.weights.push import DAMAGED_TRIES, PushReport, push_stream
+from paceline.weights.push import DAMAGED_TRIES, RECEIVERS_TIMES, PushReport, push_stream
 from paceline.weights.shares import ALONE, Announced, Senders, cut_ranges, delta_manifest
 
 Deltas = Literal["auto", "never"]
 MOST_BYTES = 1 / 16
 """Largest size of a delta as a share of the content; it is held in memory as a whole."""
 _REASONS = {DELTA_BASE: "base", DELTA_DAMAGED: "damaged"}
+_SLOWEST = ("push_s", *RECEIVERS_TIMES)
 _log = get_logger(__name__)
 
 
@@ -108,13 +109,9 @@ class WeightSender:
             self._bases[parcel.manifest.target] = parcel.whole
         return PushReport(
             bytes=sum(one.bytes for one in reports),
-            push_s=max(one.push_s for one in reports),
-            receive_s=max(one.receive_s for one in reports),
-            spool_s=max(one.spool_s for one in reports),
-            fan_out_s=max(one.fan_out_s for one in reports),
             encoding=reports[0].encoding,
             encode_s=parcel.encode_s,
-            apply_s=max(one.apply_s for one in reports),
+            **{name: max(getattr(one, name) for one in reports) for name in _SLOWEST},
             replaced=any(one.replaced for one in reports),
         )
 

@@ -6,7 +6,7 @@ restarted coordinator therefore requests the same tasks.
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,11 +98,19 @@ class TaskSource:
             silence_s=config.step_deadline_s / 2,
         )
 
-    def _tasks_from(self, step: int, per_step: int, seed: int) -> Iterator[Task]:
-        """Tasks from the first one of a step on, with `per_step` tasks per step."""
+    def _draw(self, step: int, count: int, seed: int, without: Collection[str] = ()) -> list[Task]:
+        """Distinct tasks, with `count` tasks per step. Where a step spans two epochs, a task
+        already drawn is replaced by the next task.
+        """
         stage = self._stage(step)
         assert stage.tasks is not None
-        return draw_tasks(stage.tasks, seed, (step - stage.from_step) * per_step)
+        drawn: dict[str, Task] = {}
+        for task in draw_tasks(stage.tasks, seed, (step - stage.from_step) * count):
+            if task.task_id not in without:
+                drawn.setdefault(task.task_id, task)
+            if len(drawn) == count:
+                break
+        return list(drawn.values())
 
     def _stage(self, step: int) -> Stage:
         return next(stage for stage in reversed(self._stages) if step >= stage.from_step)
@@ -110,29 +118,18 @@ class TaskSource:
     def _step_tasks(
         self, step: int, round_number: int, places: Sequence[int]
     ) -> list[rollout_pb2.TaskSpec]:
-        drawn = self._draw(step)
+        config = self._config
+        count, seed = config.prompts_per_step, config.run.seed
+        drawn = self._draw(step, count, seed)
         if not round_number:
             return task_specs(enumerate(drawn), f"s{step}")
-        others = self._draw_others(step, {task.task_id for task in drawn})
-        begin = (round_number - 1) * len(drawn)
+        # One replacement task for each place in each round. The replacements have their own order,
+        # so the tasks of later steps do not depend on their number.
+        most = count * config.dynamic_sampling_rounds
+        others = self._draw(step, most, seed + OTHERS_SEED, {task.task_id for task in drawn})
+        begin = (round_number - 1) * count
         chosen = [(place, others[begin + place]) for place in places]
         return task_specs(chosen, f"s{step}.r{round_number}")
-
-    def _draw(self, step: int) -> list[Task]:
-        """Distinct tasks. Where a step spans two epochs, a task already drawn is replaced by the
-        next task.
-        """
-        count = self._config.prompts_per_step
-        return _distinct(self._tasks_from(step, count, self._config.run.seed), count, set())
-
-    def _draw_others(self, step: int, drawn: set[str]) -> list[Task]:
-        """One replacement task for each place in each round, distinct from the step's other tasks.
-        The replacements have their own order, so the tasks of later steps do not depend on their
-        number.
-        """
-        config = self._config
-        count = config.prompts_per_step * config.dynamic_sampling_rounds
-        return _distinct(self._tasks_from(step, count, config.run.seed + OTHERS_SEED), count, drawn)
 
     def evaluation_request(
         self, kind: Evaluation, finished_steps: int, epoch: int
@@ -201,15 +198,6 @@ def _enough(config: CoordinatorConfig, path: str) -> TaskFile:
     setting = "coordinator.prompts_per_step"
     tasks.check_call(setting, config.prompts_per_step, most_bytes=MOST_TASK_BYTES)
     return tasks
-
-
-def _distinct(tasks: Iterator[Task], count: int, without: set[str]) -> list[Task]:
-    drawn: dict[str, Task] = {}
-    while len(drawn) < count:
-        task = next(tasks)
-        if task.task_id not in without:
-            drawn.setdefault(task.task_id, task)
-    return list(drawn.values())
 
 
 _ASSIGN_DEADLINE_S = 30.0

@@ -1,8 +1,9 @@
 """Calls the trainers: policy steps, trainings of the drafter on leased slots, and checkpoints."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
@@ -27,19 +28,15 @@ OPTIONAL_STILL_S = 60.0
 
 
 def trainer_failed(
-    calls: Calls, epoch: int, service: Service
-) -> Callable[[PacelineError], events.Event | None]:
-    """Returns the TrainerFailed event of a lost rank, and of any rejection by the drafter trainer:
-    the run continues without the drafter and waits only for its service.
+    calls: Calls, epoch: int, service: Service, error: PacelineError
+) -> events.Event | None:
+    """The TrainerFailed event of a lost rank, and of any rejection by the drafter trainer: the run
+    continues without the drafter and waits only for its service.
     """
-
-    def event_of(error: PacelineError) -> events.Event | None:
-        rejected = service is Service.DRAFTER_TRAINER and not _away(error)
-        if not rejected and error.reason != RANK_LOST:
-            return None
-        return events.TrainerFailed(calls.now(), epoch, service, str(error))
-
-    return event_of
+    rejected = service is Service.DRAFTER_TRAINER and not _away(error)
+    if not rejected and error.reason != RANK_LOST:
+        return None
+    return events.TrainerFailed(calls.now(), epoch, service, str(error))
 
 
 def _away(error: PacelineError) -> bool:
@@ -72,12 +69,18 @@ async def train_policy(calls: Calls, command: commands.TrainPolicy) -> None:
         group_deadline_s=calls.config.group_deadline_s,
     )
     batch: dict[str, events.Figure] = {}
-    failed = trainer_failed(calls, epoch, service)
+    failed = partial(trainer_failed, calls, epoch, service)
     with calls.reported(service, "policy", command, deadline_s=deadline_s, event_of=failed):
         async for name, answer in _train_step(calls, request):
             match name:
                 case "batch":
-                    batch = _batch_figures(answer)
+                    lags = sorted(answer.staleness.items(), key=lambda lag: int(lag[0]))
+                    batch = {
+                        "trajectories": answer.trajectories,
+                        "batch_tokens": answer.tokens,
+                        "groups_dropped": sum(answer.dropped.values()),
+                        "staleness": dict(lags),
+                    }
                 case "stepped":
                     figures = batch | message_figures(answer, "policy_version", "beyond")
                     version = answer.policy_version
@@ -120,15 +123,6 @@ async def _train_step(
                 yield one
 
 
-def _batch_figures(batch: policy_pb2.BatchReady) -> dict[str, events.Figure]:
-    return {
-        "trajectories": batch.trajectories,
-        "batch_tokens": batch.tokens,
-        "groups_dropped": sum(batch.dropped.values()),
-        "staleness": dict(sorted(batch.staleness.items(), key=lambda lag: int(lag[0]))),
-    }
-
-
 # --- trainings of the drafter ---------------------------------------------------------------------
 
 
@@ -157,7 +151,7 @@ async def activate_drafter(calls: Calls, command: commands.ActivateDrafter) -> N
         round_costs=round_costs(calls.rolled_out.arms),
         accept_lengths=accept_lengths(calls.rolled_out.speculation),
     )
-    trainer, failed = calls.peers.drafter_trainer, trainer_failed(calls, epoch, service)
+    trainer, failed = calls.peers.drafter_trainer, partial(trainer_failed, calls, epoch, service)
     with calls.reported(service, what, command, deadline_s=deadline_s, event_of=failed):
         async with (
             while_moving(trainer, step_s) as timeout,
@@ -208,7 +202,7 @@ async def preempt_drafter(calls: Calls, command: commands.PreemptDrafter) -> Non
     serve waiting callers.
     """
     service, epoch, deadline_s = Service.DRAFTER_TRAINER, command.epoch, patient(slots.PREEMPT_S)
-    failed = trainer_failed(calls, epoch, service)
+    failed = partial(trainer_failed, calls, epoch, service)
     with calls.reported(service, "preempt", command, deadline_s=deadline_s, event_of=failed):
         answer = await slots.request_preemption(calls, calls.context(command))
         calls.emit(events.Preempted(calls.now(), epoch, message_figures(answer)))

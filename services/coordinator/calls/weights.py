@@ -142,11 +142,9 @@ async def abort_drafter(calls: Calls, command: commands.AbortDrafter) -> None:
 
     A remaining candidate only costs disk space until the next commit, so a failure is only logged.
     """
-    version = command.drafter_version
+    version, context = command.drafter_version, calls.context(command)
     gateway = calls.peers.gateways[0]  # it passes the call on to the next one
     try:
-        await abort_version(
-            gateway, calls.context(command), engine_pb2.WEIGHT_TARGET_DRAFTER, version
-        )
+        await abort_version(gateway, context, engine_pb2.WEIGHT_TARGET_DRAFTER, version)
     except PacelineError as error:
         log.warning("candidate not aborted", drafter_version=version, error=str(error))

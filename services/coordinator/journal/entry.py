@@ -107,14 +107,8 @@ def _record(found: Any) -> pb.StepRecord | None:
         return None
     try:
         return ParseDict(found, pb.StepRecord())
-    except (
-        ParseError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        OverflowError,
-        SystemError,  # protobuf's error for a field name that is not UTF-8
-    ) as error:
+    # SystemError: protobuf's error for a field name that is not UTF-8.
+    except (ParseError, ValueError, TypeError, AttributeError, OverflowError, SystemError) as error:
         seen = str(found)[:200]
         raise DataLoss(f"a step's record does not decode: {error}", seen=seen) from error
 

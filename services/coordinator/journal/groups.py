@@ -50,14 +50,15 @@ class ClosedGroups:
 
     def observe(self, before: State, event: Event, after: State) -> None:
         """Processes one transition; late events of restarted rollouts change nothing."""
-        if isinstance(event, events.GroupClosed) and after is not before:
-            if (draw := rollout.draw_of(before, event.epoch)) is not None:
-                left_out = event.equal_rewards and _leaves_out(before)
+        if isinstance(event, events.GroupClosed | events.TasksFinished):
+            draw = rollout.draw_of(before, event.epoch)
+            leaves_out = before.settings.dynamic_sampling_rounds > 0
+            if draw is not None and isinstance(event, events.TasksFinished):
+                self._finished(draw, event, leaves_out)
+            elif draw is not None and after is not before:
+                left_out = event.equal_rewards and leaves_out
                 group = KnownGroup(event.index, event.group_id, event.sessions, left_out)
                 self._steps.setdefault(draw.step, {})[group.group_id] = group
-        elif isinstance(event, events.TasksFinished):
-            if (draw := rollout.draw_of(before, event.epoch)) is not None:
-                self._finished(draw, event, _leaves_out(before))
         elif after.step > before.step:
             left = {draw.step for draw in after.rollouts.draws}
             self._steps = {step: one for step, one in self._steps.items() if step in left}
@@ -70,11 +71,9 @@ class ClosedGroups:
         chosen: list[KnownGroup] = []
         for portion in batch:
             known = self._steps.get(portion.step)
-            wanted = None if portion.groups is None else set(schedule.bits(portion.groups))
-            found = list((known or {}).values())
-            if wanted is not None:
-                found = [group for group in found if group.place in wanted]
-            if known is None or not {group.place for group in found} >= (wanted or set()):
+            every, wanted = portion.groups is None, set(schedule.bits(portion.groups or 0))
+            found = [one for one in (known or {}).values() if every or one.place in wanted]
+            if known is None or not {group.place for group in found} >= wanted:
                 raise InternalError(
                     "the groups of this step are not known",
                     seen=portion.step,
@@ -94,7 +93,3 @@ class ClosedGroups:
         for place, (group_id, sessions) in zip(places, scored.items(), strict=False):
             left_out = leaves_out and bool(event.equal_rewards >> place & 1)
             known[group_id] = KnownGroup(place, group_id, int(sessions), left_out)
-
-
-def _leaves_out(state: State) -> bool:
-    return bool(state.settings.dynamic_sampling_rounds)

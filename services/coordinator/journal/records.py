@@ -23,9 +23,8 @@ class SlotAccount:
 
     last_s: float = 0.0
     released: int = 0  # epoch of the policy's lease with returned worker memory
-    seconds: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(SlotUse, 0.0)
-    )  # by SlotUse
+    # By SlotUse.
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SlotUse, 0.0))
     idle: dict[str, float] = field(default_factory=dict)  # by IdleCause
 
     def open(self) -> None:

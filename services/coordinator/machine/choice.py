@@ -81,14 +81,9 @@ def _against_profile(state: State, event: events.ProfileChosen) -> Objection | N
     return None
 
 
-def paused(state: State, event: events.Paused) -> Decision:
-    """Stops the draw of tasks."""
-    return Decision(replace(state, paused=True))
-
-
-def continued(state: State, event: events.Continued) -> Decision:
-    """Allows the draw of tasks again."""
-    return Decision(replace(state, paused=False))
+def paused(state: State, event: events.Paused | events.Continued) -> Decision:
+    """Stops the draw of tasks, or allows it again."""
+    return Decision(replace(state, paused=isinstance(event, events.Paused)))
 
 
 def drafter_chosen(state: State, event: events.DrafterChosen) -> Decision:

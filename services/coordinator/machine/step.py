@@ -224,7 +224,7 @@ EVENTS: dict[type[events.Event], EventRow] = {
     events.Resumed: EventRow(BEGUN, none, rules.resumed),
     events.StopRequested: EventRow(LIVE, none, rules.stop_requested),
     events.Paused: EventRow(LIVE, objection, choice.paused),
-    events.Continued: EventRow(LIVE, none, choice.continued),
+    events.Continued: EventRow(LIVE, none, choice.paused),
     events.DrafterChosen: EventRow(LIVE, objection, choice.drafter_chosen),
     events.DrafterUnpinned: EventRow(LIVE, none, choice.drafter_unpinned),
     events.ProfileChosen: EventRow(LIVE, objection, choice.profile_chosen),

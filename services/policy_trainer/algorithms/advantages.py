@@ -40,7 +40,8 @@ def group_relative(
     sizes = _sums(weights, groups)
     mean = _sums(weights * rewards, groups) / sizes
     centred = torch.where(without_variance(rewards, groups), 0.0, rewards - mean[groups])
-    centred = torch.where(_alone(sizes)[groups], 0.0, centred)
+    alone = sizes < 1.5  # sizes are whole numbers up to the rounding of thirds
+    centred = torch.where(alone[groups], 0.0, centred)
     if not normalize_std:
         return centred
     squares = _sums(weights * centred.square(), groups)
@@ -144,7 +145,3 @@ def _count(groups: Int[Tensor, " B"]) -> int:
 def _sums(amounts: Float[Tensor, " B"], groups: Int[Tensor, " B"]) -> Float[Tensor, " G"]:
     sums = torch.zeros(_count(groups), dtype=amounts.dtype, device=amounts.device)
     return sums.index_add_(0, groups, amounts)
-
-
-def _alone(sizes: Float[Tensor, " G"]) -> Tensor:
-    return sizes < 1.5  # sizes are whole numbers up to the rounding of thirds

@@ -143,25 +143,10 @@ def correction_weights(
     sequences with a token below the veto.
     """
     gaps = (proximal_logprobs - behavior_logprobs).detach()
-    weights = _truncated(settings, gaps, sequences)
-    kept = _kept(settings, gaps, sequences)
-    return torch.where(kept, weights, 0.0), kept
-
-
-def _truncated(
-    settings: CorrectionConfig, gaps: Float[Tensor, " M"], sequences: Int[Tensor, " M"]
-) -> Float[Tensor, " M"]:
-    if settings.weight == "none":
-        return torch.ones_like(gaps)
-    if settings.weight == "sequence":
-        gaps = sequence_sums(gaps, sequences)
-    return bounded_ratio(gaps).clamp(max=settings.cap or CAPS[settings.weight])
-
-
-def _kept(
-    settings: CorrectionConfig, gaps: Float[Tensor, " M"], sequences: Int[Tensor, " M"]
-) -> Bool[Tensor, " M"]:
-    kept = torch.ones_like(gaps, dtype=torch.bool)
+    weights, kept = torch.ones_like(gaps), torch.ones_like(gaps, dtype=torch.bool)
+    if settings.weight != "none":
+        weighed = sequence_sums(gaps, sequences) if settings.weight == "sequence" else gaps
+        weights = bounded_ratio(weighed).clamp(max=settings.cap or CAPS[settings.weight])
     if settings.keep != "all":
         low, high = BANDS[settings.keep]
         low, high = settings.keep_low or low, settings.keep_high or high
@@ -171,4 +156,4 @@ def _kept(
     if settings.veto:
         bad = (bounded_ratio(gaps) < settings.veto).to(gaps.dtype)
         kept &= sequence_sums(bad, sequences) == 0
-    return kept
+    return torch.where(kept, weights, 0.0), kept

@@ -156,10 +156,8 @@ class TreeRow:
         self._tokens: list[Tokens] = []
         self._positions: list[Tokens] = []
         self._ended: list[tuple[Tokens, int]] = []  # columns, and subtree ends
-        self._last: tuple[Tokens, Tokens] = (
-            _NO_TOKENS,
-            _NO_TOKENS,
-        )  # last trajectory: tokens, columns
+        # Of the last trajectory: tokens, columns.
+        self._last: tuple[Tokens, Tokens] = (_NO_TOKENS, _NO_TOKENS)
         self._group = -1
 
     def add(self, tokens: Tokens, group: int) -> Tokens:
