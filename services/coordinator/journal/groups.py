@@ -55,7 +55,7 @@ class ClosedGroups:
             leaves_out = before.settings.dynamic_sampling_rounds > 0
             if draw is not None and isinstance(event, events.TasksFinished):
                 self._finished(draw, event, leaves_out)
-            elif draw is not None and after is not before:
+            elif isinstance(event, events.GroupClosed) and draw and after is not before:
                 left_out = event.equal_rewards and leaves_out
                 group = KnownGroup(event.index, event.group_id, event.sessions, left_out)
                 self._steps.setdefault(draw.step, {})[group.group_id] = group

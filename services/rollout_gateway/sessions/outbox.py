@@ -51,7 +51,9 @@ class Outbox:
         self._wake = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
-        self._ledger = functools.lru_cache(LEDGERS_KEPT)(functools.partial(Ledger, self._client))
+        self._ledger = functools.lru_cache(LEDGERS_KEPT)(
+            lambda run_id: Ledger(self._client, run_id)
+        )
         self._task: asyncio.Task[None] | None = None
 
     def admit(self) -> None:
