@@ -81,7 +81,7 @@ def plan_run(
         )
     _check_correction(gateway, policy, coordinator.profiles)
     start_s = max(gateway.engine.ready_deadline_s, policy.start_deadline_s)
-    lines = [check_memory(found, ranks, gpus), *check_disk(found)]
+    lines = [*check_disk(found), check_memory(found, ranks, gpus)]
     derived = [*fitted, *_derived(found, ranks)]
     return Checked(lines, derived, start_s, coordinator.steps)
 

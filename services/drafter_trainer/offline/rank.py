@@ -109,19 +109,18 @@ class OfflineRun:
         return self.step >= self.steps
 
     def _packed(self, row: Sequence[data.Example], random: np.random.Generator) -> PackedRow:
-        """A random window of each sequence. Collective: all ranks compute states if one lacks
-        some.
-        """
-        window = self._config.window
-        known = [self._states.get(id(one)) for one in row]
-        found = [one for one in known if one is not None]
-        if any(from_all_ranks(len(found) < len(row))):
-            found = captured(self._policy, self._head, self._capture, row)
-            for one, sample in zip(row, found, strict=True):
-                if sample.nbytes <= self._room and id(one) not in self._states:
-                    self._states[id(one)] = sample
-                    self._room -= sample.nbytes
-        packed = pack([one.window(window, random) for one in found], window=window)
+        """A random window of each sequence. Collective."""
+        window, found = self._config.window, [self._states.get(id(one)) for one in row]
+        lacking = [number for number, sample in enumerate(found) if sample is None]
+        for turn in range(max(from_all_ranks(len(lacking)))):
+            # A rank that lacks fewer takes part in the others' forwards.
+            number = lacking[turn] if turn < len(lacking) else 0
+            sample = captured(self._policy, self._head, self._capture, row[number])
+            found[number] = sample
+            if sample.nbytes <= self._room and id(row[number]) not in self._states:
+                self._states[id(row[number])] = sample
+                self._room -= sample.nbytes
+        packed = pack([one.window(window, random) for one in found if one], window=window)
         return packed.padded(spare) if (spare := spare_rows(packed.states)) else packed
 
     def _train_step(self, rows: Sequence[Sequence[data.Example]]) -> None:
@@ -242,15 +241,14 @@ def rows_of(
 
 @torch.no_grad()
 def captured(
-    policy: Any, head: PolicyHead, capture: base.CaptureSpec, row: Sequence[data.Example]
-) -> list[FeatureSample]:
-    """Each sequence with the states of transformers' `policy` and its targets. Collective.
+    policy: Any, head: PolicyHead, capture: base.CaptureSpec, example: data.Example
+) -> FeatureSample:
+    """A sequence with the states of transformers' `policy` and its targets. Collective.
 
-    A position that does not continue its left neighbour's starts a new document; transformers
-    masks attention between documents.
+    Sequences are computed one by one, so that the states do not depend on the row, and a resumed
+    run has the same.
     """
-    tokens = [torch.from_numpy(one.token_ids) for one in row]
-    lengths, entering = [len(ids) - 1 for ids in tokens], dict[int, torch.Tensor]()
+    token_ids, entering = torch.from_numpy(example.token_ids), dict[int, torch.Tensor]()
 
     def kept(layer: int) -> Callable[..., None]:
         def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -263,31 +261,23 @@ def captured(
         policy.layers[layer].register_forward_pre_hook(kept(layer), with_kwargs=True)
         for layer in capture.inner
     ]
-    last = policy(
-        input_ids=torch.cat([ids[:-1] for ids in tokens])[None],
-        position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
-        use_cache=False,
-    ).last_hidden_state
+    last = policy(input_ids=token_ids[None, :-1], use_cache=False).last_hidden_state
     for hook in hooks:
         hook.remove()
     states = torch.cat([*(entering[layer] for layer in capture.inner), last], dim=-1)[0]
-    samples = [
-        FeatureSample(
-            session="",
-            step=0,
-            policy_version=0,
-            lm_head_hash=head.hash,
-            hidden=part,
-            token_ids=ids,
-            generated=torch.from_numpy(one.mask),
-            hidden_size=head.lm_head.shape[1],
-            layers=capture.layers,
-        )
-        for part, ids, one in zip(states.bfloat16().split(lengths), tokens, row, strict=True)
-    ]
-    for sample in samples:
-        sample.teach(head)
-    return samples
+    sample = FeatureSample(
+        session="",
+        step=0,
+        policy_version=0,
+        lm_head_hash=head.hash,
+        hidden=states.bfloat16(),
+        token_ids=token_ids,
+        generated=torch.from_numpy(example.mask),
+        hidden_size=head.lm_head.shape[1],
+        layers=capture.layers,
+    )
+    sample.teach(head)
+    return sample
 
 
 def split(

@@ -45,7 +45,7 @@ def test_a_row_pairs_the_state_at_a_token_with_the_tokens_after_it(tmp_path: Pat
     model, head = save_random(tmp_path, "llama"), load_policy_head(tmp_path, 0)
     policy = load_causal_lm(tmp_path, torch.float32).model
     random = np.random.default_rng(0)
-    found = [one.window(8, random) for one in captured(policy, head, CAPTURE, samples())]
+    found = [captured(policy, head, CAPTURE, one).window(8, random) for one in samples()]
     row = pack(found, window=8)
     assert row.layers == "0,2,last"
     assert row.lm_head_hash == hash_head(read_tensors(tmp_path))

@@ -257,7 +257,7 @@ def test_a_large_model_has_one_worker_with_all_cores_unless_settings_have_a_valu
         "policy_trainer.threads_per_rank=3",
         "drafter_trainer.threads_per_rank=3",
     ]
-    memory, disk = found.lines
+    disk, memory = found.lines
     assert memory.startswith("memory: ")
     assert "gateway 1 x " in memory
     assert "policy_trainer 1 x " in memory
@@ -366,7 +366,8 @@ def test_numbers_that_are_those_of_the_trainer_need_none(monkeypatch: pytest.Mon
 def test_the_memory_of_the_demo_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "gpu_bytes", list)
     checked = planned()
-    (line,) = checked.lines
+    disk, line = checked.lines
+    assert re.fullmatch(r"disk: at most [\d,]+ MiB of [\d,]+ MiB free", disk)
     services = r"\(gateway 2 x .*, policy_trainer 2 x .*, drafter_trainer 1 x .*\)"
     assert re.fullmatch(rf"memory: [\d,]+ MiB of [\d,]+ MiB {services}", line)
     assert checked.overrides == ["policy_trainer.ranks=2"]
@@ -524,8 +525,8 @@ def test_a_model_with_experts_has_a_plan_of_its_gateway_alone(tmp_path: Path) ->
         "gateway.engine.max_sequence_tokens=256",
     ]
     found = plan_run([SGLANG], overrides, [80 * GIB] * 8)
-    assert found.lines[0].startswith("memory: gateway 8 x 32,768 MiB; ")
-    assert "not trained" in found.lines[0]
+    assert found.lines[-1].startswith("memory: gateway 8 x 32,768 MiB; ")
+    assert "not trained" in found.lines[-1]
     with pytest.raises(ConfigError, match="expert_parallel_size does not divide"):
         plan_run([SGLANG], [*overrides, "gateway.engine.sglang.expert_parallel_size=4"])
 

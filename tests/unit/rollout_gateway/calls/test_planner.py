@@ -457,10 +457,10 @@ def test_a_generation_ends_once_in_its_session_however_it_ends(
         desk.answer(plan, saying("42", finish))
     except ZeroDivisionError:
         assert (breaks, finish) == (True, "stop")
-    assert not where.busy
+    assert not where.active
     assert len(where.tree.turns) == (finish == "stop")
     where.begin(plan.sampling, 1)
-    assert where.busy
+    assert where.active
 
 
 def test_a_lost_engine_is_an_error_that_leaves_no_trace(desk: Desk) -> None:
@@ -473,7 +473,7 @@ def test_a_lost_engine_is_an_error_that_leaves_no_trace(desk: Desk) -> None:
     desk.engine.submit = lost  # type: ignore[method-assign]
     with pytest.raises(Unavailable):
         desk.answer(plan, saying("42"))
-    assert (where.busy, where.tree.turns) == (False, [])
+    assert (where.active, where.tree.turns) == (False, [])
 
 
 @pytest.mark.parametrize(("finish", "aborted"), [("stop", 0), ("error", 1)])
@@ -500,12 +500,12 @@ def test_a_reader_that_leaves_frees_the_engine_and_the_session(desk: Desk) -> No
 
         desk.engine.submit = growing  # type: ignore[method-assign]
         await anext(pieces)
-        assert where.busy
+        assert where.active
         await pieces.aclose()
 
     desk.engine.saying = saying("42")
     done(leave())
-    assert (where.busy, where.tree.turns, desk.engine.aborted) == (False, [], 1)
+    assert (where.active, where.tree.turns, desk.engine.aborted) == (False, [], 1)
     assert where.state is SessionState.OPEN
 
 

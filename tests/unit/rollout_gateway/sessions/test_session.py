@@ -33,9 +33,9 @@ def at(temperature: float) -> Sampling:
 def test_a_failed_generation_leaves_no_trace() -> None:
     where = session()
     where.begin(SAMPLING, 3)
-    assert where.busy
+    assert where.active
     where.end(3, None)
-    assert not where.busy
+    assert not where.active
     assert where.trajectories() == []
 
 
@@ -45,7 +45,7 @@ def test_what_is_said_after_the_end_leaves_no_trace() -> None:
     where.close()
     where.end(1, turn(None, [1], [2]))
     assert where.trajectories() == []
-    assert not where.busy
+    assert not where.active
 
 
 def test_the_same_reward_is_idempotent_and_another_is_refused() -> None:
