@@ -95,8 +95,8 @@ class PolicyServicer(PolicyServiceServicer):
         return pb.SavePolicyCheckpointResponse(path=saved.path, policy_version=saved.version)
 
     def KeepRanks(
-        self, request_iterator: AsyncIterator[pb.RankNews], context: Any
-    ) -> AsyncIterator[pb.RankOrder]:
+        self, request_iterator: AsyncIterator[pb.KeepRanksRequest], context: Any
+    ) -> AsyncIterator[pb.KeepRanksResponse]:
         """Keeps ranks on another node, as RankHosts.orders."""
         return self.ranks.group.hosts.orders(request_iterator, self._config.run.id)
 
@@ -192,7 +192,9 @@ async def keep_ranks(config: PolicyTrainerConfig, stop: asyncio.Event) -> None:
     ):
         stub = PolicyServiceStub(to_trainer)
         dial = partial(stub.KeepRanks, wait_for_ready=True)
-        await host_ranks(group, pb.RankNews(run_id=config.run.id, node=config.node), dial, stop)
+        await host_ranks(
+            group, pb.KeepRanksRequest(run_id=config.run.id, node=config.node), dial, stop
+        )
 
 
 def require_fresh(root: Path, *, resume: bool) -> None:

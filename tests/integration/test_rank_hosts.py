@@ -26,7 +26,7 @@ from paceline.ranks.hosting import host_ranks
 from paceline.rpc import Server, channel
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.server import rank_group
-from paceline.v1.policy_pb2 import RankNews
+from paceline.v1.policy_pb2 import KeepRanksRequest
 from paceline.v1.policy_pb2_grpc import (
     PolicyServiceServicer,
     PolicyServiceStub,
@@ -42,7 +42,7 @@ class Trainer(PolicyServiceServicer):
     def __init__(self, group: RankGroup) -> None:
         self.group = group
 
-    def KeepRanks(self, request_iterator: AsyncIterator[RankNews], context: Any) -> Any:
+    def KeepRanks(self, request_iterator: AsyncIterator[KeepRanksRequest], context: Any) -> Any:
         return self.group.hosts.orders(request_iterator, "run")
 
 
@@ -56,7 +56,7 @@ async def hosted(group: RankGroup, address: str, node: int = 1) -> AsyncIterator
     stop = asyncio.Event()
     async with channel(address, SECURITY) as to_trainer, group:
         dial = partial(PolicyServiceStub(to_trainer).KeepRanks, wait_for_ready=True)
-        offer = RankNews(run_id="run", node=node)
+        offer = KeepRanksRequest(run_id="run", node=node)
         task = asyncio.create_task(host_ranks(group, offer, dial, stop))
         yield group
         stop.set()
@@ -131,7 +131,10 @@ async def test_a_node_whose_process_ends_is_awaited_at_the_next_start(tmp_path: 
 
 async def test_a_node_that_the_trainer_lacks_is_refused(tmp_path: Path) -> None:
     async with trained(tmp_path) as (_, address), channel(address, SECURITY) as to_trainer:
-        for wrong in (RankNews(run_id="run", node=2), RankNews(run_id="other", node=1)):
+        for wrong in (
+            KeepRanksRequest(run_id="run", node=2),
+            KeepRanksRequest(run_id="other", node=1),
+        ):
             call = PolicyServiceStub(to_trainer).KeepRanks(iter([wrong]))
             with pytest.raises(grpc.aio.AioRpcError, match="this trainer has no ranks there"):
                 await call.read()

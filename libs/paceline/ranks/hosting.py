@@ -16,7 +16,7 @@ from paceline.ranks.group import RankGroup
 from paceline.ranks.hosts import READY
 from paceline.rpc import error_from_rpc, responses
 from paceline.telemetry import get_logger
-from paceline.v1.policy_pb2 import RankNews
+from paceline.v1.policy_pb2 import KeepRanksRequest
 
 _AGAIN_S = 0.5
 _START_S = 86_400.0  # the trainer has the deadline
@@ -24,7 +24,7 @@ _log = get_logger(__name__)
 
 
 async def host_ranks(
-    group: RankGroup, offer: RankNews, dial: Callable[[Any], Any], stop: asyncio.Event
+    group: RankGroup, offer: KeepRanksRequest, dial: Callable[[Any], Any], stop: asyncio.Event
 ) -> None:
     """Keeps a node's ranks for their trainer until `stop` is set. `dial` calls the trainer. No rank
     is left afterwards.
@@ -33,9 +33,9 @@ async def host_ranks(
         pass
 
 
-async def _keep(group: RankGroup, offer: RankNews, dial: Callable[[Any], Any]) -> None:
+async def _keep(group: RankGroup, offer: KeepRanksRequest, dial: Callable[[Any], Any]) -> None:
     """One call, and its ranks; then a pause."""
-    news: asyncio.Queue[RankNews | None] = asyncio.Queue()
+    news: asyncio.Queue[KeepRanksRequest | None] = asyncio.Queue()
     news.put_nowait(offer)
     running: asyncio.Task[None] | None = None
     grace_s = 0.0
@@ -61,11 +61,11 @@ async def _keep(group: RankGroup, offer: RankNews, dial: Callable[[Any], Any]) -
     await asyncio.sleep(_AGAIN_S)
 
 
-async def _run(group: RankGroup, store: str, news: asyncio.Queue[RankNews | None]) -> None:
+async def _run(group: RankGroup, store: str, news: asyncio.Queue[KeepRanksRequest | None]) -> None:
     """Starts the ranks and forwards their messages, until a rank is lost."""
 
     def forward(rank: int, message: bytes) -> bool:
-        news.put_nowait(RankNews(rank=rank, message=message))
+        news.put_nowait(KeepRanksRequest(rank=rank, message=message))
         return True
 
     group.on_progress = forward
@@ -77,10 +77,12 @@ async def _run(group: RankGroup, store: str, news: asyncio.Queue[RankNews | None
             forward(*await group.receive(inf))
     except PacelineError as error:
         await group.end_ranks(0.0)  # none is left when the trainer receives the loss
-        news.put_nowait(RankNews(lost=str(error)))
+        news.put_nowait(KeepRanksRequest(lost=str(error)))
         news.put_nowait(None)
 
 
-async def _until_none(news: asyncio.Queue[RankNews | None]) -> AsyncIterator[RankNews]:
+async def _until_none(
+    news: asyncio.Queue[KeepRanksRequest | None],
+) -> AsyncIterator[KeepRanksRequest]:
     while (one := await news.get()) is not None:
         yield one

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from paceline.errors import InvalidInput
 from paceline.local.patience import patient
-from paceline.v1.policy_pb2 import RankNews, RankOrder
+from paceline.v1.policy_pb2 import KeepRanksRequest, KeepRanksResponse
 
 READY = b""
 """The message of a rank that accepts messages."""
@@ -26,7 +26,7 @@ class _Host:
     """One call of a host; its `orders` end with None."""
 
     node: int
-    orders: asyncio.Queue[RankOrder | None] = field(default_factory=asyncio.Queue)
+    orders: asyncio.Queue[KeepRanksResponse | None] = field(default_factory=asyncio.Queue)
     keeps: bool = False  # its ranks are started and not stopped
     lost: str = ""
     left: asyncio.Event = field(default_factory=asyncio.Event)
@@ -49,7 +49,9 @@ class RankHosts:
         self._offered = asyncio.Event()
         self._on_message, self._on_lost = on_message, on_lost
 
-    async def orders(self, news: AsyncIterator[RankNews], run_id: str) -> AsyncGenerator[RankOrder]:
+    async def orders(
+        self, news: AsyncIterator[KeepRanksRequest], run_id: str
+    ) -> AsyncGenerator[KeepRanksResponse]:
         """Serves the call of a host: yields the orders to its ranks. Raises InvalidInput for
         another run, or a node without ranks.
         """
@@ -81,12 +83,12 @@ class RankHosts:
             await self._offered.wait()
         for host in self._hosts.values():
             host.keeps = True
-            host.orders.put_nowait(RankOrder(start=store))
+            host.orders.put_nowait(KeepRanksResponse(start=store))
 
     def send(self, message: bytes) -> None:
         """Sends one message to each rank."""
         for host in self._hosts.values():
-            host.orders.put_nowait(RankOrder(message=message))
+            host.orders.put_nowait(KeepRanksResponse(message=message))
 
     async def stop(self, grace_s: float) -> None:
         """Stops all started ranks within `grace_s` seconds. A host that does not respond stops them
@@ -96,7 +98,7 @@ class RankHosts:
         for host in stopping:
             host.keeps = False
             del self._hosts[host.node]
-            host.orders.put_nowait(RankOrder(stop_s=grace_s))
+            host.orders.put_nowait(KeepRanksResponse(stop_s=grace_s))
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_s + patient(_END_S)):
                 for host in stopping:
@@ -104,7 +106,7 @@ class RankHosts:
         for host in stopping:
             host.orders.put_nowait(None)
 
-    async def _read(self, host: _Host, news: AsyncIterator[RankNews]) -> None:
+    async def _read(self, host: _Host, news: AsyncIterator[KeepRanksRequest]) -> None:
         try:
             async for one in news:
                 if one.lost:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from paceline.v1 import trajectory_pb2 as paceline_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/policy.proto\x12\x0bpaceline.v1\x1a\x1cpaceline/v1/trajectory.proto\"U\n\x08RankNews\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\r\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\x0c\x12\x0c\n\x04lost\x18\x05 \x01(\t\"J\n\tRankOrder\x12\x0f\n\x05start\x18\x01 \x01(\tH\x00\x12\x11\n\x07message\x18\x02 \x01(\x0cH\x00\x12\x10\n\x06stop_s\x18\x03 \x01(\x01H\x00\x42\x07\n\x05order\"A\n\rExpectedGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\r\x12\x10\n\x08left_out\x18\x03 \x01(\x08\"\xb3\x01\n\x10TrainStepRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.CommandContext\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12*\n\x06groups\x18\x03 \x03(\x0b\x32\x1a.paceline.v1.ExpectedGroup\x12\r\n\x05slots\x18\x04 \x03(\r\x12\x18\n\x10group_deadline_s\x18\x05 \x01(\x01J\x04\x08\x06\x10\x07\"\xac\x01\n\x11TrainStepResponse\x12(\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x17.paceline.v1.BatchReadyH\x00\x12-\n\x07stepped\x18\x02 \x01(\x0b\x32\x1a.paceline.v1.PolicySteppedH\x00\x12/\n\x08prepared\x18\x03 \x01(\x0b\x32\x1b.paceline.v1.PolicyPreparedH\x00\x42\x07\n\x05\x65ventJ\x04\x08\x04\x10\x05\"\x86\x02\n\nBatchReady\x12\x14\n\x0ctrajectories\x18\x01 \x01(\r\x12\x35\n\x07\x64ropped\x18\x02 \x03(\x0b\x32$.paceline.v1.BatchReady.DroppedEntry\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\x39\n\tstaleness\x18\x04 \x03(\x0b\x32&.paceline.v1.BatchReady.StalenessEntry\x1a.\n\x0c\x44roppedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a\x30\n\x0eStalenessEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\xd5\x02\n\rPolicyStepped\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x13\n\x0breward_mean\x18\x04 \x01(\x01\x12\x12\n\nreward_std\x18\x05 \x01(\x01\x12\x0f\n\x07train_s\x18\x08 \x01(\x01\x12\x12\n\nworld_size\x18\t \x01(\r\x12\x12\n\nbatch_hash\x18\n \x01(\t\x12\x17\n\x0fskipped_updates\x18\x0b \x01(\r\x12\x38\n\x07\x66igures\x18\r \x03(\x0b\x32\'.paceline.v1.PolicyStepped.FiguresEntry\x12)\n\x06\x62\x65yond\x18\x0e \x03(\x0b\x32\x19.paceline.v1.AuditVerdict\x1a.\n\x0c\x46iguresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01J\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04J\x04\x08\x06\x10\x07J\x04\x08\x07\x10\x08J\x04\x08\x0c\x10\r\"r\n\x0c\x41uditVerdict\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x12\x0c\n\x04mean\x18\x03 \x01(\x01\x12\r\n\x05upper\x18\x04 \x01(\x01\x12\x12\n\nmean_bound\x18\x05 \x01(\x01\x12\x13\n\x0bupper_bound\x18\x06 \x01(\x01\"o\n\x0ePolicyPrepared\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0e\n\x06push_s\x18\x03 \x01(\x01\x12\x14\n\x0clm_head_hash\x18\x04 \x01(\t\x12\x10\n\x08replaced\x18\x05 \x01(\x08\"s\n\x1bSavePolicyCheckpointRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.CommandContext\x12\x17\n\nevaluation\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\r\n\x0b_evaluation\"D\n\x1cSavePolicyCheckpointResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x32\x8a\x02\n\rPolicyService\x12L\n\tTrainStep\x12\x1d.paceline.v1.TrainStepRequest\x1a\x1e.paceline.v1.TrainStepResponse0\x01\x12k\n\x14SavePolicyCheckpoint\x12(.paceline.v1.SavePolicyCheckpointRequest\x1a).paceline.v1.SavePolicyCheckpointResponse\x12>\n\tKeepRanks\x12\x15.paceline.v1.RankNews\x1a\x16.paceline.v1.RankOrder(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/policy.proto\x12\x0bpaceline.v1\x1a\x1cpaceline/v1/trajectory.proto\"]\n\x10KeepRanksRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\r\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\x0c\x12\x0c\n\x04lost\x18\x05 \x01(\t\"R\n\x11KeepRanksResponse\x12\x0f\n\x05start\x18\x01 \x01(\tH\x00\x12\x11\n\x07message\x18\x02 \x01(\x0cH\x00\x12\x10\n\x06stop_s\x18\x03 \x01(\x01H\x00\x42\x07\n\x05order\"A\n\rExpectedGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\r\x12\x10\n\x08left_out\x18\x03 \x01(\x08\"\xb3\x01\n\x10TrainStepRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.CommandContext\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12*\n\x06groups\x18\x03 \x03(\x0b\x32\x1a.paceline.v1.ExpectedGroup\x12\r\n\x05slots\x18\x04 \x03(\r\x12\x18\n\x10group_deadline_s\x18\x05 \x01(\x01J\x04\x08\x06\x10\x07\"\xac\x01\n\x11TrainStepResponse\x12(\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x17.paceline.v1.BatchReadyH\x00\x12-\n\x07stepped\x18\x02 \x01(\x0b\x32\x1a.paceline.v1.PolicySteppedH\x00\x12/\n\x08prepared\x18\x03 \x01(\x0b\x32\x1b.paceline.v1.PolicyPreparedH\x00\x42\x07\n\x05\x65ventJ\x04\x08\x04\x10\x05\"\x86\x02\n\nBatchReady\x12\x14\n\x0ctrajectories\x18\x01 \x01(\r\x12\x35\n\x07\x64ropped\x18\x02 \x03(\x0b\x32$.paceline.v1.BatchReady.DroppedEntry\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\x39\n\tstaleness\x18\x04 \x03(\x0b\x32&.paceline.v1.BatchReady.StalenessEntry\x1a.\n\x0c\x44roppedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a\x30\n\x0eStalenessEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\xd5\x02\n\rPolicyStepped\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x13\n\x0breward_mean\x18\x04 \x01(\x01\x12\x12\n\nreward_std\x18\x05 \x01(\x01\x12\x0f\n\x07train_s\x18\x08 \x01(\x01\x12\x12\n\nworld_size\x18\t \x01(\r\x12\x12\n\nbatch_hash\x18\n \x01(\t\x12\x17\n\x0fskipped_updates\x18\x0b \x01(\r\x12\x38\n\x07\x66igures\x18\r \x03(\x0b\x32\'.paceline.v1.PolicyStepped.FiguresEntry\x12)\n\x06\x62\x65yond\x18\x0e \x03(\x0b\x32\x19.paceline.v1.AuditVerdict\x1a.\n\x0c\x46iguresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01J\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04J\x04\x08\x06\x10\x07J\x04\x08\x07\x10\x08J\x04\x08\x0c\x10\r\"r\n\x0c\x41uditVerdict\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x12\x0c\n\x04mean\x18\x03 \x01(\x01\x12\r\n\x05upper\x18\x04 \x01(\x01\x12\x12\n\nmean_bound\x18\x05 \x01(\x01\x12\x13\n\x0bupper_bound\x18\x06 \x01(\x01\"o\n\x0ePolicyPrepared\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0e\n\x06push_s\x18\x03 \x01(\x01\x12\x14\n\x0clm_head_hash\x18\x04 \x01(\t\x12\x10\n\x08replaced\x18\x05 \x01(\x08\"s\n\x1bSavePolicyCheckpointRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.CommandContext\x12\x17\n\nevaluation\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\r\n\x0b_evaluation\"D\n\x1cSavePolicyCheckpointResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x32\x9a\x02\n\rPolicyService\x12L\n\tTrainStep\x12\x1d.paceline.v1.TrainStepRequest\x1a\x1e.paceline.v1.TrainStepResponse0\x01\x12k\n\x14SavePolicyCheckpoint\x12(.paceline.v1.SavePolicyCheckpointRequest\x1a).paceline.v1.SavePolicyCheckpointResponse\x12N\n\tKeepRanks\x12\x1d.paceline.v1.KeepRanksRequest\x1a\x1e.paceline.v1.KeepRanksResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,34 +38,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BATCHREADY_STALENESSENTRY']._serialized_options = b'8\001'
   _globals['_POLICYSTEPPED_FIGURESENTRY']._loaded_options = None
   _globals['_POLICYSTEPPED_FIGURESENTRY']._serialized_options = b'8\001'
-  _globals['_RANKNEWS']._serialized_start=71
-  _globals['_RANKNEWS']._serialized_end=156
-  _globals['_RANKORDER']._serialized_start=158
-  _globals['_RANKORDER']._serialized_end=232
-  _globals['_EXPECTEDGROUP']._serialized_start=234
-  _globals['_EXPECTEDGROUP']._serialized_end=299
-  _globals['_TRAINSTEPREQUEST']._serialized_start=302
-  _globals['_TRAINSTEPREQUEST']._serialized_end=481
-  _globals['_TRAINSTEPRESPONSE']._serialized_start=484
-  _globals['_TRAINSTEPRESPONSE']._serialized_end=656
-  _globals['_BATCHREADY']._serialized_start=659
-  _globals['_BATCHREADY']._serialized_end=921
-  _globals['_BATCHREADY_DROPPEDENTRY']._serialized_start=825
-  _globals['_BATCHREADY_DROPPEDENTRY']._serialized_end=871
-  _globals['_BATCHREADY_STALENESSENTRY']._serialized_start=873
-  _globals['_BATCHREADY_STALENESSENTRY']._serialized_end=921
-  _globals['_POLICYSTEPPED']._serialized_start=924
-  _globals['_POLICYSTEPPED']._serialized_end=1265
-  _globals['_POLICYSTEPPED_FIGURESENTRY']._serialized_start=1189
-  _globals['_POLICYSTEPPED_FIGURESENTRY']._serialized_end=1235
-  _globals['_AUDITVERDICT']._serialized_start=1267
-  _globals['_AUDITVERDICT']._serialized_end=1381
-  _globals['_POLICYPREPARED']._serialized_start=1383
-  _globals['_POLICYPREPARED']._serialized_end=1494
-  _globals['_SAVEPOLICYCHECKPOINTREQUEST']._serialized_start=1496
-  _globals['_SAVEPOLICYCHECKPOINTREQUEST']._serialized_end=1611
-  _globals['_SAVEPOLICYCHECKPOINTRESPONSE']._serialized_start=1613
-  _globals['_SAVEPOLICYCHECKPOINTRESPONSE']._serialized_end=1681
-  _globals['_POLICYSERVICE']._serialized_start=1684
-  _globals['_POLICYSERVICE']._serialized_end=1950
+  _globals['_KEEPRANKSREQUEST']._serialized_start=71
+  _globals['_KEEPRANKSREQUEST']._serialized_end=164
+  _globals['_KEEPRANKSRESPONSE']._serialized_start=166
+  _globals['_KEEPRANKSRESPONSE']._serialized_end=248
+  _globals['_EXPECTEDGROUP']._serialized_start=250
+  _globals['_EXPECTEDGROUP']._serialized_end=315
+  _globals['_TRAINSTEPREQUEST']._serialized_start=318
+  _globals['_TRAINSTEPREQUEST']._serialized_end=497
+  _globals['_TRAINSTEPRESPONSE']._serialized_start=500
+  _globals['_TRAINSTEPRESPONSE']._serialized_end=672
+  _globals['_BATCHREADY']._serialized_start=675
+  _globals['_BATCHREADY']._serialized_end=937
+  _globals['_BATCHREADY_DROPPEDENTRY']._serialized_start=841
+  _globals['_BATCHREADY_DROPPEDENTRY']._serialized_end=887
+  _globals['_BATCHREADY_STALENESSENTRY']._serialized_start=889
+  _globals['_BATCHREADY_STALENESSENTRY']._serialized_end=937
+  _globals['_POLICYSTEPPED']._serialized_start=940
+  _globals['_POLICYSTEPPED']._serialized_end=1281
+  _globals['_POLICYSTEPPED_FIGURESENTRY']._serialized_start=1205
+  _globals['_POLICYSTEPPED_FIGURESENTRY']._serialized_end=1251
+  _globals['_AUDITVERDICT']._serialized_start=1283
+  _globals['_AUDITVERDICT']._serialized_end=1397
+  _globals['_POLICYPREPARED']._serialized_start=1399
+  _globals['_POLICYPREPARED']._serialized_end=1510
+  _globals['_SAVEPOLICYCHECKPOINTREQUEST']._serialized_start=1512
+  _globals['_SAVEPOLICYCHECKPOINTREQUEST']._serialized_end=1627
+  _globals['_SAVEPOLICYCHECKPOINTRESPONSE']._serialized_start=1629
+  _globals['_SAVEPOLICYCHECKPOINTRESPONSE']._serialized_end=1697
+  _globals['_POLICYSERVICE']._serialized_start=1700
+  _globals['_POLICYSERVICE']._serialized_end=1982
 # @@protoc_insertion_point(module_scope)

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class RankNews(_message.Message):
+class KeepRanksRequest(_message.Message):
     __slots__ = ("run_id", "node", "rank", "message", "lost")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
@@ -21,7 +21,7 @@ class RankNews(_message.Message):
     lost: str
     def __init__(self, run_id: _Optional[str] = ..., node: _Optional[int] = ..., rank: _Optional[int] = ..., message: _Optional[bytes] = ..., lost: _Optional[str] = ...) -> None: ...
 
-class RankOrder(_message.Message):
+class KeepRanksResponse(_message.Message):
     __slots__ = ("start", "message", "stop_s")
     START_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]

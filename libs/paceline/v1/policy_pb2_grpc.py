@@ -47,8 +47,8 @@ class PolicyServiceStub:
                 _registered_method=True)
         self.KeepRanks = channel.stream_stream(
                 '/paceline.v1.PolicyService/KeepRanks',
-                request_serializer=paceline_dot_v1_dot_policy__pb2.RankNews.SerializeToString,
-                response_deserializer=paceline_dot_v1_dot_policy__pb2.RankOrder.FromString,
+                request_serializer=paceline_dot_v1_dot_policy__pb2.KeepRanksRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_policy__pb2.KeepRanksResponse.FromString,
                 _registered_method=True)
 
 
@@ -92,8 +92,8 @@ def add_PolicyServiceServicer_to_server(servicer, server):
             ),
             'KeepRanks': grpc.stream_stream_rpc_method_handler(
                     servicer.KeepRanks,
-                    request_deserializer=paceline_dot_v1_dot_policy__pb2.RankNews.FromString,
-                    response_serializer=paceline_dot_v1_dot_policy__pb2.RankOrder.SerializeToString,
+                    request_deserializer=paceline_dot_v1_dot_policy__pb2.KeepRanksRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_policy__pb2.KeepRanksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -176,8 +176,8 @@ class PolicyService:
             request_iterator,
             target,
             '/paceline.v1.PolicyService/KeepRanks',
-            paceline_dot_v1_dot_policy__pb2.RankNews.SerializeToString,
-            paceline_dot_v1_dot_policy__pb2.RankOrder.FromString,
+            paceline_dot_v1_dot_policy__pb2.KeepRanksRequest.SerializeToString,
+            paceline_dot_v1_dot_policy__pb2.KeepRanksResponse.FromString,
             options,
             channel_credentials,
             insecure,
