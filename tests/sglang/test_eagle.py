@@ -48,11 +48,6 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def oracle() -> PreTrainedModel:
-    return load_oracle(DEMO / "policy_trained")
-
-
-@pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A fresh drafter under epsilon 1: the bandit draws an arm at random every round."""
     one = Served(

@@ -51,11 +51,6 @@ def prompts() -> list[list[int]]:
     return [tokenizer.encode(question) for question in QUESTIONS]
 
 
-@pytest.fixture(scope="module")
-def oracle() -> PreTrainedModel:
-    return load_oracle(DEMO / "policy_trained")
-
-
 def accepted(chunks: Sequence[Chunk]) -> list[bool]:
     """Which response tokens were drafts."""
     return list(chain.from_iterable(chunk.accepted_drafts for chunk in chunks))

@@ -55,7 +55,7 @@ class RankHosts:
         """Serves the call of a host: yields the orders to its ranks. Raises InvalidInput for
         another run, or a node without ranks.
         """
-        first = await anext(news)
+        first = await anext(news, KeepRanksRequest())  # of no run, if the call ends
         if first.run_id != run_id or first.node not in self._nodes:
             seen, allowed = f"{first.run_id}, node {first.node}", f"{run_id}, one of {self._nodes}"
             raise InvalidInput("this trainer has no ranks there", seen=seen, allowed=allowed)

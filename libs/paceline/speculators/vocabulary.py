@@ -109,11 +109,8 @@ class LimitedNet(DraftNet):
         (token id = draft id + d2t[draft id]), and t2d, bool [V].
         """
         device = self.head.device
-        for name, one in zip(
-            MAP_DTYPES,
-            token_maps(token_ids, self.config.vocab_size),
-            strict=True,
-        ):
+        maps = token_maps(token_ids, self.config.vocab_size)
+        for name, one in zip(MAP_DTYPES, maps, strict=True):
             self.register_buffer(name, one.to(device))
         self._slice = None
 
@@ -170,7 +167,7 @@ class LimitedNet(DraftNet):
         return self._slice
 
     def vocabulary_json(self) -> dict[str, Any]:
-        """Entries of config.json for a limited"""
+        """Entries of config.json for a draft vocabulary; none without."""
         ids = self.token_ids
         return {} if ids is None else {"draft_vocab_size": len(ids)}
 

@@ -17,11 +17,12 @@ from typer.testing import CliRunner
 
 from paceline.errors import ConfigError, InvalidInput, PacelineError, WeightsError
 from paceline.models.config import read_config
-from paceline.services.drafter_trainer.export import Format, app, export_checkpoint
+from paceline.services.drafter_trainer.export import HOT_VOCABULARY, Format, app, export_checkpoint
 from paceline.speculators.dflash import DflashNet, DflashOptions
 from paceline.speculators.eagle import EagleNet, EagleOptions
 from paceline.speculators.lstm import LstmNet, LstmOptions
 from paceline.speculators.net import read_drafter
+from paceline.speculators.vocabulary import frequent_tokens
 
 V, H, DRAFT, INNER, N = 97, 48, 20, 32, 3
 LAYER = {
@@ -106,6 +107,21 @@ def test_a_bias_that_vllm_would_not_add_is_refused_unless_it_is_zero(
     with pytest.raises(InvalidInput, match="no bias after fc"):
         export_checkpoint(source, model, tmp_path / "other", Format.VLLM)
     assert not (tmp_path / "other").exists()
+
+
+def test_the_draft_vocabulary_of_an_eagle_is_a_file_that_sglang_reads(
+    model: Path, tmp_path: Path
+) -> None:
+    net = EagleNet(read_config(model), EagleOptions(draft_vocab_size=DRAFT), seed=1)
+    net.choose_tokens(torch.arange(V) % 5)
+    net.save(tmp_path / "drafter")
+    for form, there in ((Format.SGLANG, True), (Format.NATIVE, False)):
+        out = tmp_path / form.value
+        export_checkpoint(tmp_path / "drafter", model, out, form)
+        assert (out / HOT_VOCABULARY).exists() == there
+        assert ("d2t" in written(out)[1]) != there
+    chosen = torch.load(tmp_path / "sglang" / HOT_VOCABULARY, weights_only=True)
+    assert chosen == frequent_tokens(torch.arange(V) % 5, DRAFT).tolist()
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

@@ -16,7 +16,7 @@ from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner
 from paceline.services.drafter_trainer.learn.membership import on_cpu
 from paceline.services.drafter_trainer.rows.sample import pack
-from paceline.speculators.eagle import EagleNet
+from paceline.speculators.eagle import EagleNet, EagleOptions
 from paceline.training.checkpoints import CheckpointWriter, read_checkpoint
 from paceline.training.offload import Offload
 from paceline.training.shards import tensors_of
@@ -44,6 +44,22 @@ def weights(one: DrafterLearner) -> dict[str, torch.Tensor]:
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
+
+
+def test_a_candidate_drafts_the_tokens_that_were_most_frequent_until_then() -> None:
+    net = EagleNet(TARGET, EagleOptions(draft_vocab_size=8), seed=1)
+    net.choose_tokens(torch.arange(TARGET.vocab_size))
+    one = DrafterLearner(net, DrafterOptimizerConfig(lr=1e-2, warmup_steps=2), micro_batches=2)
+    learn(one, 0, 2)
+    counts = torch.zeros(TARGET.vocab_size, dtype=torch.int64)
+    counts[[3, 5]] = torch.tensor([7, 9])
+    first = one.snapshot(counts).token_ids
+    assert first is not None
+    assert {3, 5} < {*first.tolist()} <= {3, 5, *range(TARGET.vocab_size - 8, TARGET.vocab_size)}
+    learn(one, 2, 4)  # over the new tokens
+    again = one.snapshot().token_ids
+    assert again is not None
+    assert torch.equal(again, first)
 
 
 def test_leaving_the_device_in_the_middle_of_a_step_changes_no_number() -> None:
