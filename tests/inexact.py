@@ -66,7 +66,7 @@ def _damage_rounding(engine: EmbeddedEngine) -> None:
 
     def damaged(versions: VersionSet) -> bool:
         changed = commit(versions)
-        if changed and weights.number_format in ROUNDED:
+        if changed and weights.prepared.serving.profile in ROUNDED:
             weights.policy.norm.div_(DAMAGE)
         return changed
 
