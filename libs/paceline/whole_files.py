@@ -6,10 +6,10 @@ A flipped byte in the manifest is detected too: a hash no longer matches, or the
 import errno
 import hashlib
 import json
+import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from io import FileIO
 from pathlib import Path
 
 from paceline.errors import DataLoss, ResourceExhausted
@@ -105,33 +105,19 @@ def write_whole(path: Path, text: str) -> None:
         temporary.replace(path)
 
 
-def write_synced(
-    path: Path, *parts: memoryview | bytes | bytearray, wrote: Callable[[], None] = lambda: None
-) -> None:
-    """Writes a file and syncs its bytes to the disk before it returns.
-
-    The caller syncs the name with `sync_path` of the directory. Calls `wrote` as `write_parts`
-    does.
-    """
-    with path.open("wb", buffering=0) as file:
-        for part in parts:
-            write_parts(file, memoryview(part), wrote)
-        os.fsync(file.fileno())
-
-
-def write_parts(file: FileIO, view: memoryview, wrote: Callable[[], None]) -> None:
-    """Writes bytes to an unbuffered file; calls `wrote` after each PART_BYTES synced to the disk.
+def sync_file(path: Path, synced: Callable[[], None] = lambda: None) -> None:
+    """Syncs a file to the disk; calls `synced` after each PART_BYTES.
 
     So the time between two calls depends on the disk's speed and not on the file's size.
     """
-    while len(view) > PART_BYTES:
-        part, view = view[:PART_BYTES], view[PART_BYTES:]
-        while part:
-            part = part[file.write(part) :]
-        os.fdatasync(file.fileno())
-        wrote()
-    while view:
-        view = view[file.write(view) :]
+    with path.open("r+b") as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        if nbytes > PART_BYTES:
+            with mmap.mmap(file.fileno(), nbytes) as mapped:
+                for start in range(0, nbytes, PART_BYTES):
+                    mapped.flush(start, min(PART_BYTES, nbytes - start))
+                    synced()
+        os.fsync(file.fileno())
 
 
 def replace_synced(path: Path, content: bytes) -> None:
@@ -142,7 +128,8 @@ def replace_synced(path: Path, content: bytes) -> None:
     """
     temporary = path.with_name(f"{TEMPORARY}{path.name}")
     with writing(path):
-        write_synced(temporary, content)
+        temporary.write_bytes(content)
+        sync_file(temporary)
         temporary.replace(path)
         sync_path(path.parent)
 

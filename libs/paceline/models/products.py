@@ -19,8 +19,8 @@ docs/adr/0071.
 """
 
 import json
-import math
 import os
+import statistics
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -62,9 +62,11 @@ MEASURED_ROWS = (1, 2, 3, 4, 5, 8, 16, MOST_ROWS)
 """Numbers of rows that are timed; a number between two takes the form of the larger."""
 _TIMED_BYTES = 64 << 20
 """Weights read per timing, more than the caches hold."""
-_TIMINGS = 4
+_TIMINGS = 5
 _MARGIN = 1.05
-"""Factor by which a form must be faster than `linear` to replace it."""
+"""Factor by which a form must be faster to replace the form for fewer rows, at first `linear`."""
+_QUIET = 1.25
+"""Ratio of median and least time above which other processes disturbed the timings."""
 
 
 def spare_rows(x: Tensor) -> int:
@@ -268,8 +270,10 @@ def serve_matrices(weights: Iterable[Tensor]) -> None:
     machine = known.setdefault(_machine(), {})
     old = {name for name in groups if set(machine.get(name, ("",))) <= set(usable[name])}
     if new := {name: same for name, same in groups.items() if name not in old}:
-        machine |= _fastest_forms(new, usable)
-        _write_choices(known)
+        chosen, quiet = _fastest_forms(new, usable)
+        machine |= chosen
+        if quiet:  # else the next process times again
+            _write_choices(known)
     packed = list[ServedMatrix]()
     for name, same in groups.items():
         for one in same:
@@ -313,11 +317,13 @@ def _usable_forms(dtype: torch.dtype, small: bool) -> Sequence[str]:
 
 def _fastest_forms(
     groups: Mapping[str, Sequence[Tensor]], usable: Mapping[str, Sequence[str]]
-) -> dict[str, list[str]]:
-    """The fastest of the usable forms of each group of equal shape, for each of MEASURED_ROWS.
+) -> tuple[dict[str, list[str]], bool]:
+    """The fastest of the usable forms of each group of equal shape, for each of MEASURED_ROWS, and
+    whether the machine was quiet.
 
     Each timing is a pass over matrices of all groups, as in a model's forward, so that no cache
-    holds the next weight. Forms take turns. A matrix has the least of its times.
+    holds the next weight. Forms take turns. A matrix has the least of its times. The form for fewer
+    rows stays unless another form is faster by the margin.
     """
     deepest = max(map(len, groups.values()))
     a_layer = sum(same[0].nbytes for same in groups.values())
@@ -329,34 +335,36 @@ def _fastest_forms(
     ]
     _pack(matrix for name, matrix in timed if "packed" in usable[name])
     chosen: dict[str, list[str]] = {name: [] for name in groups}
-    generator = torch.Generator().manual_seed(0)
+    generator, best_s, usual_s = torch.Generator().manual_seed(0), 0.0, 0.0
     for rows in MEASURED_ROWS:
         inputs = {
             name: torch.randn(rows, same[0].shape[1], generator=generator).to(same[0].dtype)
             for name, same in groups.items()
         }
-        seconds = _least_seconds(timed, inputs, usable)
+        seconds = _seconds(timed, inputs, usable)
         for name in groups:
             own = [times for (group, _), times in zip(timed, seconds, strict=True) if group == name]
-            total = {form: sum(times[form] for times in own) for form in usable[name]}
-            best = min(total, key=total.__getitem__)
-            chosen[name].append(best if total["linear"] > _MARGIN * total[best] else "linear")
-    return chosen
+            total = {form: sum(min(times[form]) for times in own) for form in usable[name]}
+            best, before = min(total, key=total.__getitem__), (chosen[name] or ["linear"])[-1]
+            chosen[name].append(best if total[before] > _MARGIN * total[best] else before)
+            best_s += total[best]
+            usual_s += sum(statistics.median(times[best]) for times in own)
+    return chosen, usual_s < _QUIET * best_s
 
 
-def _least_seconds(
+def _seconds(
     timed: Sequence[tuple[str, ServedMatrix]],
     inputs: Mapping[str, Tensor],
     usable: Mapping[str, Sequence[str]],
-) -> list[dict[str, float]]:
-    """The least time of each matrix in each form."""
-    seconds = [dict.fromkeys(usable[name], math.inf) for name, _ in timed]
+) -> list[dict[str, list[float]]]:
+    """Times of each matrix in each form."""
+    seconds = [{form: list[float]() for form in usable[name]} for name, _ in timed]
     for _, (form, compute) in product(range(_TIMINGS), FORMS.items()):
         for (name, matrix), times in zip(timed, seconds, strict=True):
             if form in times:
                 began = time.perf_counter()
                 compute(inputs[name], matrix)
-                times[form] = min(times[form], time.perf_counter() - began)
+                times[form].append(time.perf_counter() - began)
     return seconds
 
 

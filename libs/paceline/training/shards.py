@@ -23,7 +23,7 @@ from paceline.errors import ConfigError, DataLoss
 from paceline.models.reading import TEMPLATE_FOLDER
 from paceline.tensors import NamedTensor, TensorLayout, from_numpy, safetensors_header
 from paceline.training.process import from_all_ranks
-from paceline.whole_files import write_parts
+from paceline.whole_files import sync_file
 
 ROWS = "rows"
 Piece = tuple[int, int | None, Any]
@@ -58,8 +58,8 @@ def write_shard(
     rank: int,
     wrote: Callable[[], None] = lambda: None,
 ) -> str:
-    """Writes what this rank holds of the tensors; returns the file's sha256, hex. Calls `wrote`
-    after each part that is on the disk.
+    """Writes what this rank holds of the tensors; returns the file's sha256, hex. The file is
+    synced to the disk. Calls `wrote` after each tensor and after each part that is on the disk.
     """
     held, rows = [], {}
     for name, tensor in tensors.items():
@@ -71,10 +71,12 @@ def write_shard(
 
     digest = hashlib.sha256()
     header = safetensors_header((one.layout for one in held), {ROWS: json.dumps(rows)})
-    with path.open("wb", buffering=0) as file:
+    with path.open("wb") as file:
         for view in (memoryview(header), *(one.view for one in held)):
             digest.update(view)
-            write_parts(file, view, wrote)
+            file.write(view)
+            wrote()
+    sync_file(path, wrote)
     return digest.hexdigest()
 
 

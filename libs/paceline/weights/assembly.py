@@ -87,7 +87,9 @@ class Assembly:
         whole = self._add_part(index, first - start, last - start) == end - start
         self.buffer[first:last] = data
         if whole:
-            self._finish_chunk(index, zlib.crc32(self.buffer[start:end]))
+            alone = len(data) == end - start
+            crc = chunk.crc32 if alone else zlib.crc32(self.buffer[start:end])
+            self._finish_chunk(index, crc)
         return len(data)
 
     def _add_part(self, index: int, first: int, last: int) -> int:

@@ -143,11 +143,11 @@ class Reception:
             spool_started_s = time.monotonic()
             self.activity.moves()
             whole = whole_of(assembly.manifest)
-            await asyncio.to_thread(self._spool.write, whole, content, self.activity.moves)
+            await asyncio.to_thread(self._spool.write, whole, content)
             del self._receiving[part]
             load_started_s = time.monotonic()
             self.activity.moves()
-            await self._load(part, written=True)
+            await self._load_and_sync(part)
             return pb.PushResponse(
                 bytes_received=received,
                 receive_s=assembly.receive_s,
@@ -276,6 +276,20 @@ class Reception:
             await asyncio.to_thread(self._spool.check, *part)
         await self._hooks.on_prepared(*part, self._spool.path(*part))
         self._loaded.add(part)
+
+    async def _load_and_sync(self, part: Part) -> None:
+        """Loads a written version while it is synced to the disk. Drops a version that the disk
+        does not keep. Raises the errors of the hooks, and ResourceExhausted.
+        """
+        syncing = asyncio.to_thread(self._spool.sync, *part, self.activity.moves)
+        ended = await asyncio.gather(
+            syncing, self._load(part, written=True), return_exceptions=True
+        )
+        if ended[0] is not None:
+            await self._forget(part)
+        for error in ended:
+            if error is not None:
+                raise error
 
     def _awaited(self) -> tuple[int, ...]:
         """Targets that must be present for a commit. The drafter is left out while the serving set

@@ -3,9 +3,9 @@ has a single writer.
 
 Layout: `<dir>/<target>-<version>/{model.safetensors,manifest.json}`, a config.json beside them if
 the manifest's metadata has one, and `<dir>/versions.json` (committed_sets.py). Files are checked
-against their hashes (manifest.py) before they are loaded. Every write uses a temporary name, is
-synced and renamed, so a kill leaves either the old state or the new one. The receiver's epochs.json
-is beside them (paceline.rpc.epochs).
+against their hashes (manifest.py) before they are loaded. Every write uses a temporary name and is
+renamed, so a kill leaves either the old state or the new one. A version is synced before a set with
+it is committed. The receiver's epochs.json is beside them (paceline.rpc.epochs).
 """
 
 import os
@@ -26,7 +26,7 @@ from paceline.weights import chunks
 from paceline.weights import manifest as manifests
 from paceline.weights.committed_sets import CommittedSets, Part, named, part_version
 from paceline.weights.metrics import VERSIONS_DAMAGED
-from paceline.whole_files import DISK_FULL, TEMPORARY, sync_path, write_synced, writing
+from paceline.whole_files import DISK_FULL, TEMPORARY, sync_file, sync_path, writing
 
 _log = get_logger(__name__)
 _READ_BYTES = 16 << 20
@@ -159,18 +159,12 @@ class Spool:
         if read != len(content):
             raise DataLoss(f"{path} ends before its content", seen=read, allowed=len(content))
 
-    def write(
-        self,
-        manifest: Manifest,
-        buffer: memoryview | bytes | bytearray,
-        wrote: Callable[[], None] = lambda: None,
-    ) -> Path:
-        """Writes one version durably and returns its directory; the same version again replaces
-        nothing.
+    def write(self, manifest: Manifest, buffer: memoryview | bytes | bytearray) -> Path:
+        """Writes one version and returns its directory; the same version again replaces nothing. A
+        power loss may damage the version until `sync` has returned.
 
-        `buffer` is the whole stream of the manifest, which is checked; `wrote` is called after each
-        part of it that is on the disk. Raises WeightsError when a different manifest is spooled
-        already, ResourceExhausted when the file cannot be written.
+        `buffer` is the whole stream of the manifest, which is checked. Raises WeightsError when a
+        different manifest is spooled already, ResourceExhausted when the file cannot be written.
         """
         part = (manifest.target, manifest.version)
         spooled, path = self.manifest(*part), self._folder(*part)
@@ -181,7 +175,7 @@ class Spool:
         if spooled is None:
             try:
                 with writing(path):
-                    self._write_new(manifest, buffer, path, wrote)
+                    self._write_new(manifest, buffer, path)
             except ResourceExhausted:
                 self._remove_leftovers()
                 raise
@@ -189,6 +183,17 @@ class Spool:
         if not self._committed(part):
             self._prepared.add(part)
         return path
+
+    def sync(self, target: int, version: int, synced: Callable[[], None]) -> None:
+        """Syncs a written version to the disk; calls `synced` after each part. Raises
+        ResourceExhausted when the disk does not keep it.
+        """
+        path = self._folder(target, version)
+        with writing(path):
+            for file in path.iterdir():
+                sync_file(file, synced)
+            sync_path(path)
+            sync_path(self._directory)
 
     def commit(self, versions: VersionSet) -> None:
         """Makes the set the serving one, atomically. Removes versions that neither a kept set nor a
@@ -218,21 +223,19 @@ class Spool:
         manifest: Manifest,
         buffer: memoryview | bytes | bytearray,
         path: Path,
-        wrote: Callable[[], None],
     ) -> None:
         temporary = self._directory / f"{TEMPORARY}{path.name}"
         temporary.mkdir()
         text = json_format.MessageToJson(manifest, indent=None).encode()
         content = manifest.content_hash or manifests.hash_of(manifest, buffer)
         header = manifests.header_of(manifest, text, content)
-        write_synced(temporary / manifests.TENSORS, header, buffer, wrote=wrote)
-        write_synced(temporary / manifests.MANIFEST, text)
+        with (temporary / manifests.TENSORS).open("wb") as file:
+            file.writelines((header, buffer))
+        (temporary / manifests.MANIFEST).write_bytes(text)
         for key, name in DOCUMENTS.items():
             if key in manifest.metadata:
-                write_synced(temporary / name, manifest.metadata[key].encode())
-        sync_path(temporary)
+                (temporary / name).write_text(manifest.metadata[key], encoding="utf-8")
         temporary.rename(path)
-        sync_path(self._directory)
 
     def _prune(self) -> None:
         for part in self.spooled():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 import signal
 import subprocess
@@ -169,18 +170,15 @@ def test_same_version_with_other_content_is_refused(tmp_path: Path) -> None:
         spool.write(*version(P, 1, size=2000))
 
 
-def test_file_that_cannot_be_written_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    spool = Spool(tmp_path)
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(ResourceExhausted, match="No space left"):
-        spool.write(*version(P, 1))
+def test_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    spool, limit = Spool(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+    try:
+        with pytest.raises(ResourceExhausted, match="File too large"):
+            spool.write(*version(P, 1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert names(tmp_path) == set()
-    monkeypatch.undo()
     spool.write(*version(P, 1))
     assert spool.prepared == {(P, 1)}
 

@@ -139,7 +139,9 @@ def test_packed_copies_are_freed_with_their_weights(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed = ["packed"] * len(products.MEASURED_ROWS)
-    monkeypatch.setattr(products, "_fastest_forms", lambda groups, _: dict.fromkeys(groups, packed))
+    monkeypatch.setattr(
+        products, "_fastest_forms", lambda groups, _: (dict.fromkeys(groups, packed), True)
+    )
     monkeypatch.setattr(products, "_read_choices", dict)
     monkeypatch.setattr(products, "_write_choices", lambda _: None)
     before = live_bytes()
