@@ -35,6 +35,8 @@ elements, bytes of the frame.
 MAGIC = b"PLD2"
 DELTA_DAMAGED = "DELTA_DAMAGED"
 """Error reason of a delta that cannot be applied, or that yields another version."""
+SAMPLE_STEP, SAMPLED = 257, 64
+"""Distance of sampled elements, and fewest samples of a tensor."""
 PIECE_ELEMENTS = 1 << 22
 """Elements that one thread compares and compresses at a time. It bounds a receiver's memory per
 record (12 bytes an element at most).
@@ -78,11 +80,13 @@ def encode_delta(
     places: Sequence[tuple[int, int]] | None = None,
 ) -> EncodedDelta | None:
     """The delta from `old` to `new`, tensors of the same layouts in the same order. Returns None if
-    it takes more than `limit` bytes, which is detected early. `places`: for each tensor the index
+    it takes more than `limit` bytes; a sample of the elements shows this early. `places`: for each tensor the index
     of the whole tensor that it is a part of, and its first element there; None if all tensors are
     whole.
     """
     places = [(index, 0) for index in range(len(new))] if places is None else places
+    if _sampled_changes(old, new) > limit:  # a changed element takes a byte or more
+        return None
     records: list[bytes] = []
     size, changed = HEAD.size, 0
     for count, record in chunks.in_threads(_encoded, _pieces(old, new, places, piece)):
@@ -106,6 +110,16 @@ def apply_delta(
     memory for a few pieces have been used.
     """
     return chunks.in_threads(_applied, _records(memoryview(stream), tensors))
+
+
+def _sampled_changes(old: Sequence[NamedTensor], new: Sequence[NamedTensor]) -> float:
+    """Estimated number of changed elements of the large tensors."""
+    changes = 0.0
+    for before, after in zip(old, new, strict=True):
+        was, now = _words(before), _words(after)
+        if was.size > SAMPLED * SAMPLE_STEP:
+            changes += was.size * float(np.mean(was[::SAMPLE_STEP] != now[::SAMPLE_STEP]))
+    return changes
 
 
 def _words(tensor: NamedTensor) -> Words:

@@ -216,3 +216,15 @@ def test_one_value_in_a_hundred_that_moves_by_one_takes_ten_bits() -> None:
     assert encoded is not None
     # The entropy: 8.08 bits of a geometric gap of mean 100, and 1 of the direction.
     assert 9.08 <= 8 * len(encoded.stream) / encoded.changed <= 10
+
+
+def test_a_version_with_most_elements_changed_is_left_to_a_full_push_before_any_is_compressed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    elements = 1 << 16
+    changed = list(range(0, elements, 2))
+    tensors = versions(changed, elements)
+    small = encode_delta(*([one] for one in tensors), limit=FAR)
+    assert small is not None and small.changed == elements // 2
+    monkeypatch.setattr("paceline.weights.delta._encoded", None)
+    assert encode_delta(*([one] for one in tensors), limit=2 * elements // 16) is None
