@@ -30,7 +30,7 @@ Info = TypeVar("Info")
 
 
 class ClientCalls(Generic[S, OpenedSession, Claimed, Info]):
-    """The calls of a client. `Client` returns their results, `AsyncClient` awaitables.
+    """The calls of a client. `Client` returns results, `AsyncClient` returns awaitables.
 
     `token` is the gateway's; None uses the result of `find_token`. `verify` sets the
     trusted authorities of TLS; a context may hold a client certificate. `timeout_s` and

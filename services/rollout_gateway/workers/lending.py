@@ -215,7 +215,7 @@ class Lending:
         try:
             return await seat.process.release_memory() if seat.process is not None else 0
         except Unavailable:
-            return 0  # lost; its replacement releases its memory before it serves
+            return 0  # the worker is lost; its replacement releases memory before it serves
 
     def spare(self, index: int) -> None:
         """Release an idle worker and offer its slot to trainers."""
