@@ -122,8 +122,8 @@ def _bound(gains: Sequence[float], noises: Sequence[float]) -> float:
 
 
 FALLEN = 0.8
-"""Tokens per drafted round have fallen if they are below this share of their earlier number.
-Ordinary differences between steps' tasks and arms are smaller.
+"""Share of the earlier tokens per drafted round that counts as a fall. Ordinary differences between
+steps' tasks and arms are smaller.
 """
 HURRIED = 8
 """Judgements after a fall that do not wait for optimiser steps."""
