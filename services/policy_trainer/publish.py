@@ -264,7 +264,7 @@ class Publisher:
         except PacelineError as error:
             if parcel.manifest.target != WEIGHT_TARGET_POLICY_HEAD:
                 raise
-            # it would keep a version that no other service needs
+            # else the sender would keep a version that no other service needs
             self._sender.forget(WEIGHT_TARGET_POLICY_HEAD)
             if self._senders.rank == 0:
                 HEADS_LEFT_OUT.record()

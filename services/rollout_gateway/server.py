@@ -66,7 +66,7 @@ def _worker(seat: Seat) -> Part:
     else:
         trouble = processes.stopped([process.pid])
         part = seat.activity.part({"requests": len(seat.live)}, trouble=trouble)
-    part.ClearField("last_span")  # it belongs to this process, not to the worker
+    part.ClearField("last_span")  # the span belongs to this process, not to the worker
     if process is not None and process.unanswered:
         part.doing = part.doing or "takes a command"
         part.still_s = min(part.still_s, process.still_s)

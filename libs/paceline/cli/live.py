@@ -84,7 +84,7 @@ class RunState:
 
     def apply_snapshot(self, snapshot: pb.GetSnapshotResponse) -> None:
         """Applies a snapshot after a gap."""
-        if snapshot.phase == "new":  # its coordinator has not read its settings yet
+        if snapshot.phase == "new":  # the coordinator has not read its settings yet
             return
         self.total_steps, self.phase = snapshot.total_steps, snapshot.phase
         self.failure = snapshot.failure

@@ -76,7 +76,7 @@ class LivePage:
                 self.drawn = await asyncio.to_thread(self._content, ledger, settings)
             except DataLoss:
                 pass  # the run has not begun
-            except PacelineError as error:  # its Redis is gone or restarts
+            except PacelineError as error:  # the run's Redis is gone or restarts
                 get_logger("page").info("the last drawing stays", error=str(error))
             self.drawings += 1
             await asyncio.sleep(max(_LEAST_REST_S, _REST * (time.monotonic() - began)))

@@ -30,11 +30,11 @@ Info = TypeVar("Info")
 
 
 class ClientCalls(Generic[S, OpenedSession, Claimed, Info]):
-    """The calls of a client. `Client` returns their results, `AsyncClient` awaitables.
+    """The calls of a client. `Client` returns results, `AsyncClient` returns awaitables.
 
     `token` is the gateway's; None uses the result of `find_token`. `verify` sets the
-    trusted authorities of TLS; a context may hold a client certificate. `timeout_s` and
-    `max_retries` are those of an attempt and a call in the `openai` package. Generations keep that
+    trusted authorities of TLS; a context may hold a client certificate. As in the
+    `openai` package, `timeout_s` limits an attempt and `max_retries` a call. Generations keep that
     package's time-out.
     """
 
@@ -286,7 +286,7 @@ def _root(base_url: str) -> str:
     except ValueError:  # a port that is no number, or a broken IPv6 address
         well_formed = None
     if not well_formed or "@" in parts.netloc or parts.query or parts.fragment:
-        seen = None if set(base_url) & set("@?#") else repr(base_url)  # it may hold a secret
+        seen = None if set(base_url) & set("@?#") else repr(base_url)  # the URL may hold a secret
         allowed = "http(s)://host[:port][/path]"
         raise InvalidInput("base_url is not valid", seen=seen, allowed=allowed)
     return base_url.rstrip("/").removesuffix("/v1").rstrip("/")

@@ -295,7 +295,7 @@ class KeptPool:
             for name in self.order.services:
                 self._on_event(ChildEvent(name, "stopped", 0, detail))
         elif self._begun:  # otherwise it may have no node
-            with suppress(RayActorError, TimeoutError):  # its children end with it
+            with suppress(RayActorError, TimeoutError):  # a keeper's children end with the keeper
                 async with asyncio.timeout(patient(grace_s + _STOP_S)):
                     await keeper.stop.remote(grace_s)
                     self._take(await keeper.look.remote(self._next, 0.0))

@@ -112,7 +112,7 @@ class Forker:
             return await _connect(shared)
         async with self._starting:
             if self._own is not None and not self._own.ended.done():
-                with suppress(Unavailable):  # it is just ending
+                with suppress(Unavailable):  # the forkserver is just ending
                     await _imported(self.path)
                     return await _connect(self.path)
             await self._begin()

@@ -187,7 +187,7 @@ class KeptService:
             self._report(kind)
             code = await self._live(child, pipe)
             if code == 0:
-                self.is_healthy.set()  # it may have finished before its first health check
+                self.is_healthy.set()  # the process may end before its first health check
                 self._report("finished")
                 return
             self.is_healthy.clear()

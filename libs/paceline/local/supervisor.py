@@ -225,7 +225,7 @@ def _redis_launch(
 
     async def healthy(deadline_s: float) -> str:
         if ours:
-            await redis.wait_redis(url, deadline_s)  # it may have to load its data
+            await redis.wait_redis(url, deadline_s)  # Redis may have to load its data
             return ""
         # An external server is up or not.
         await redis.wait_redis(url, min(deadline_s, EXTERNAL_REDIS_S))

@@ -44,7 +44,7 @@ class StagedWeights:
     """Views of the mapped file, on the CPU."""
     head_hash: str
     path: Path
-    """Directory from which it was read."""
+    """Directory from which the version was read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ class _Host:
 
     node: int
     orders: asyncio.Queue[KeepRanksResponse | None] = field(default_factory=asyncio.Queue)
-    keeps: bool = False  # its ranks are started and not stopped
+    keeps: bool = False  # the host's ranks are started and not stopped
     lost: str = ""
     left: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -73,7 +73,7 @@ class TaskCalls:
         """
         of_each = self._calls.workers_of_each
         for number in set(range(len(self._calls.peers.rollouts))) - {*self._running}:
-            for worker in range(of_each):  # it has no task, so its workers are free
+            for worker in range(of_each):  # a gateway without tasks has free workers
                 yield "share", pb.ShareDone(worker_index=number * of_each + worker)
         streams = [self._answers(number, call) for number, call in self._running.items()]
         beside = [self._calls.open_steps.collect(self._step)] if self._collects else []

@@ -137,7 +137,7 @@ async def hand_back(calls: Calls, command: commands.HandBack) -> None:
     try:
         if command.drafter_epoch:
             lease = leased(config.security, config.run.id, command.step, command.drafter_epoch)
-            with suppress(Unavailable, DeadlineExceeded):  # then it kills its ranks
+            with suppress(Unavailable, DeadlineExceeded):  # then the trainer kills its ranks
                 await request_preemption(calls, lease)
         if command.policy:
             save = policy_pb2.SavePolicyCheckpointRequest(context=calls.context(command))

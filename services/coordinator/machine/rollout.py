@@ -118,7 +118,7 @@ def worker_lost(state: State, event: events.WorkerLost) -> Decision:
 
 def set_damaged(state: State, event: events.SetDamaged) -> Decision:
     """Holds the tasks until the learner's next version set, and then begins them again."""
-    if state.learner.phase is Phase.IDLE:  # it has been committed meanwhile
+    if state.learner.phase is Phase.IDLE:  # the set has been committed meanwhile
         return losses.roll_out_again(state, "the set to roll out with is damaged")
     return Decision(losses.interrupted(state).with_rollouts(damaged=True))
 

@@ -84,7 +84,7 @@ class Request:
     capture: bool = False
     forced_arm: str = ""
     probe: bool = False  # its rounds do not update the bandit
-    response: tuple[int, ...] = ()  # [n] earlier tokens, under any weights; continued
+    response: tuple[int, ...] = ()  # [n] earlier tokens, of any weights, to continue
 
     @property
     def known(self) -> tuple[int, ...]:

@@ -221,7 +221,7 @@ class Sessions:
     def record_turn(self, session: Session, turn: Turn) -> None:
         """A turn was added, which is a sign of life."""
         if self._open.get(session.session_id) is not session:
-            return  # it has ended, and a later attempt may have its name
+            return  # the session has ended, and a later attempt may have its name
         self._touched(session)
         self._completions[turn.completion_id] = session
         if turn.digest and session.assignment.implicit:

@@ -67,7 +67,7 @@ class ScriptedSpec(settings.BatchSettings, settings.RunValues):
     real_time: bool = False
     ends_with: str = ""  # path of a file; until it exists, only probes end
     fault_token: int | None = None  # a round over a prompt that holds this token raises
-    nan_token: int | None = None  # its log-prob is NaN
+    nan_token: int | None = None  # the log-prob of this token is NaN
     nan_policies: tuple[int, ...] = ()  # policy versions that return only NaN log-probs
     # Accept length by drafter version; overrides accept_lengths.
     drafter_accept_lengths: dict[int, float] = Field(default={})

@@ -78,7 +78,7 @@ class Lending:
             message = f"the list of lent workers in {self._file} is damaged"
             allowed = "remove it when no trainer of the run is alive"
             raise DataLoss(message, seen=str(error)[:120], allowed=allowed) from error
-        for seat in self._seats:  # they release their memory at once and get no requests
+        for seat in self._seats:  # lent workers release memory at once and get no requests
             seat.released = seat.lent = seat.index in lent
         self.epoch = epoch
         self._outlasts_s = outlasts_s if any(seat.lent for seat in self._seats) else None
@@ -215,7 +215,7 @@ class Lending:
         try:
             return await seat.process.release_memory() if seat.process is not None else 0
         except Unavailable:
-            return 0  # lost; its replacement releases its memory before it serves
+            return 0  # the worker is lost; its replacement releases memory before it serves
 
     def spare(self, index: int) -> None:
         """Release an idle worker and offer its slot to trainers."""

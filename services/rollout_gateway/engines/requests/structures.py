@@ -229,5 +229,5 @@ def _lark(structure: Structure) -> str:
 
     try:
         return str(any_to_lark(text))
-    except Exception as error:  # its parser raises whatever it meets
+    except Exception as error:  # the parser raises errors of any class
         raise structure.refused(f"its GBNF cannot be read: {error}") from error

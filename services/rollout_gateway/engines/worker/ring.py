@@ -148,7 +148,7 @@ class RowRing:
         return [slice(first, end), slice(0, count - (end - first))]
 
     def seal(self) -> None:
-        """Close the path for `attach`; mapped memory lives until both sides end."""
+        """Close the file that `attach` opens; mapped memory lives until both sides end."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None

@@ -61,7 +61,7 @@ def tasks_of(user: int) -> int:
     total = 0
     for name in os.listdir("/proc"):
         if name.isdigit():
-            with contextlib.suppress(OSError):  # it has ended meanwhile
+            with contextlib.suppress(OSError):  # the process has ended meanwhile
                 if os.stat(f"/proc/{name}").st_uid == user:
                     total += len(os.listdir(f"/proc/{name}/task"))
     return total

@@ -118,7 +118,7 @@ def update(model: Any, tensors: Mapping[str, Tensor]) -> None:
                 modules[name]._parameters[key] = one.parameter
         try:
             model.load_weights(list(as_loaded(part.items())))
-        except WeightsError as error:  # too late to reject: earlier layers are new
+        except WeightsError as error:  # too late to reject: earlier layers have new weights
             raise RuntimeError(str(error)) from error
         for name, loaded in own.items():
             _round(name, modules[name], serving[name])
