@@ -46,6 +46,22 @@ worth a kernel.
 """
 
 
+WIDE = 512
+"""Matrices with a longer shorter side are several times as fast in bfloat16 where the processor has
+such products.
+"""
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether products of bfloat16 are fast there."""
+    return device.type != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def rounds(width: int, device: torch.device) -> bool:
+    """Whether a drafter of this hidden size computes in bfloat16 instead of float32: on a CPU."""
+    return width > WIDE and device.type == "cpu" and has_bfloat16(device)
+
+
 def _quicker() -> bool:
     wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
     mkl_is_held_back = processor.processor_field("vendor_id") not in ("", "GenuineIntel")
@@ -81,7 +97,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if (served := _served_matrix(x, weight)) is not None:
         few = served.product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], len(weight))
         return few if bias is None else few.add_(bias)
-    if not _suits(x, weight):
+    if not _suits(x, weight) or torch.is_autocast_enabled("cpu"):
         return functional.linear(x, weight, bias)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         product: Tensor = _WithGradients.apply(x, weight)

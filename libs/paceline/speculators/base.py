@@ -189,3 +189,5 @@ class SpeculatorSetup:
     """Policy versions after which an answer is dropped; 0: only answers of the serving policy
     count.
     """
+    policy: Path | None = None
+    """Checkpoint directory of the policy, for new weights; None: they are random."""

@@ -8,7 +8,8 @@ position t. Its output predicts h_{t+1}, and lm_head of the output predicts toke
 target's last hidden state after the final norm.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.config import Config
-from paceline.models import decoder, products
+from paceline.models import decoder, loading, products
 from paceline.models.config import ARCHITECTURES as TARGETS
 from paceline.models.config import ModelConfig, parse_config
 from paceline.speculators import kinds, layer_drafter, layer_net, net, packed, vocabulary
@@ -36,6 +37,8 @@ class EagleOptions(vocabulary.LimitedOptions):
     """Weight of SmoothL1 on features."""
     token_weight: float = Field(default=0.1, ge=0)
     """Weight of the soft cross-entropy on tokens."""
+    ttt_steps: int = Field(default=1, ge=1)
+    """Drafts of a chain that are trained together: later drafts read the drafter's own features."""
 
 
 class EagleLayer(nn.Module):
@@ -79,6 +82,12 @@ class EagleNet(layer_net.ChainNet):
         """See DraftNet.fresh."""
         return vocabulary.with_tokens(cls(target, options, seed=seed), target)
 
+    @torch.no_grad()
+    def start_from(self, policy: Path) -> None:
+        """See DraftNet.start_from: embeddings and states are of one size at first."""
+        (embed,) = loading.read_tensors(policy, "model.embed_tokens.").values()
+        self.fc.weight[:, : self.config.hidden_size] *= embedding_scale(embed.float())
+
     @classmethod
     def parse(cls, raw: Mapping[str, Any], target: ModelConfig, options: EagleOptions) -> Self:
         """See DraftNet.parse; `fc_bias` is the checkpoint's, and its layer may differ from the
@@ -102,24 +111,37 @@ class EagleNet(layer_net.ChainNet):
 
         of outputs f_t at valid positions. Tokens are taught where the likeliest one is draftable.
         """
-        features, _, _ = next(self.unroll(row, 1))
-        return self.objective(features, row)
+        return self.objective(self.unroll(row, self.options.ttt_steps), row)
 
-    def objective(self, features: Tensor, row: packed.PackedRow) -> net.Objective:
-        """The loss of outputs [T, H] for a row, see forward."""
+    def objective(
+        self, chain: Iterable[tuple[Tensor, Tensor, Tensor]], row: packed.PackedRow
+    ) -> net.Objective:
+        """The loss of a chain's outputs, see forward and ChainNet.unroll."""
         row, options = row.taught(self.head), self.options
-        predicted, wanted = features[row.valid], row.next_states[row.valid]
-        feature = functional.smooth_l1_loss(predicted, wanted, reduction="none").mean(dim=-1).sum()
-        places = (row.valid & self.draftable(row)).nonzero()[:, 0]
-        losses, right, _ = net.soft_losses(
-            self.logits(features[places]), row, places, self.draft_ids
-        )
-        token = losses.sum()
-        return net.Objective(
-            loss=options.feature_weight * feature + options.token_weight * token,
-            positions=row.valid.sum(),
-            terms={"feature": feature.detach(), "token": token.detach(), "correct": right.sum()},
-        )
+        taught, terms = self.draftable(row), dict[str, Tensor]()
+        loss = row.next_states.new_zeros(())
+        for step, (features, there, inside) in enumerate(chain):
+            counted = inside & row.valid[there]
+            feature = functional.smooth_l1_loss(
+                features[counted], row.next_states[there[counted]], reduction="none"
+            ).mean(dim=-1)
+            counted = counted & taught[there]
+            losses, right, _ = net.soft_losses(
+                self.logits(features[counted]), row, there[counted], self.draft_ids
+            )
+            parts = {"feature": feature.sum(), "token": losses.sum()}
+            loss = loss + options.feature_weight * parts["feature"]
+            loss = loss + options.token_weight * parts["token"]
+            if step == 0:
+                terms = {name: one.detach() for name, one in parts.items()}
+                terms["correct"] = right.sum()
+        return net.Objective(loss, row.valid.sum(), terms)
+
+    def column_scales(self) -> dict[str, Tensor]:
+        """See DraftNet.column_scales: embeddings are far smaller than states."""
+        scales = self.embed.new_ones(2, self.config.hidden_size)
+        scales[0] = embedding_scale(self.embed)
+        return {"fc.weight": scales.flatten()}
 
     def fused(self, states: Tensor) -> Tensor:
         """See ChainNet.fused: the last hidden states as they are."""
@@ -128,6 +150,11 @@ class EagleNet(layer_net.ChainNet):
     def step(self, embedded: Tensor, features: Tensor, *sight: *layer_net.Sight) -> Tensor:
         """See ChainNet.step: row t predicts h_{t+1}."""
         return self.layers[0](self.fc(torch.cat((embedded, features), dim=-1)), *sight)
+
+
+def embedding_scale(embed: Tensor) -> Tensor:
+    """Factor that brings embeddings [V, H] to the size of states, about 1 after the final norm."""
+    return embed.square().mean().rsqrt()
 
 
 class EagleDrafter(layer_drafter.LayerDrafter[EagleNet]):
@@ -146,8 +173,8 @@ class EagleDrafter(layer_drafter.LayerDrafter[EagleNet]):
         return hidden
 
     def _enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        embedded = functional.embedding(tokens, self._target.embed)
-        x = products.linear(torch.cat((embedded, features), dim=-1), self._fc, self._bias)
+        inputs = torch.cat((self._embedded(tokens), features), dim=-1)
+        x = products.linear(inputs, self._fc, self._bias)
         return x, decoder.project_inputs(self._layer, x, self._config.rms_norm_eps)
 
     def _logits(self, features: Tensor) -> Tensor:

@@ -92,6 +92,16 @@ class DraftNet(nn.Module, ABC):
         Raises InvalidInput naming the key that does not match the target.
         """
 
+    def start_from(self, policy: Path) -> None:
+        """Takes numbers from the policy's checkpoint directory; by default none."""
+
+    @classmethod
+    def start(cls, policy: Path, options: Config | None = None, seed: int = 0) -> Self:
+        """A new network for the policy of a checkpoint directory; None: default options."""
+        net = cls.fresh(config.read_config(policy), options or cls.Options(), seed)
+        net.start_from(policy)
+        return net
+
     def twin(self) -> Self:
         """A copy of the network, bound to the same target by reference."""
         of_target = {id(one): one for one in vars(self).values() if isinstance(one, Tensor)}
@@ -117,6 +127,12 @@ class DraftNet(nn.Module, ABC):
             and module.weight.requires_grad
             and not HEADS & set(name.split("."))
         ]
+
+    def column_scales(self) -> dict[str, Tensor]:
+        """By name of a matrix [M, N]: factors [N] that bring its inputs to one size, for a network
+        that is bound; by default none.
+        """
+        return {}
 
     # ---- learning
 
