@@ -31,10 +31,9 @@ from paceline.models.config import ModelConfig
 from paceline.models.products import spare_rows
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
 from paceline.services.drafter_trainer.gate.evaluate import GateJob, Pace
-from paceline.services.drafter_trainer.learn.learner import DrafterLearner
+from paceline.services.drafter_trainer.learn.learner import DrafterLearner, initial_net
 from paceline.services.drafter_trainer.learn.membership import on_cpu
 from paceline.services.drafter_trainer.rows.sample import FeatureSample, PolicyHead, pack
-from paceline.speculators.net import trained_net
 from paceline.speculators.packed import PackedRow
 
 CEILING_SHARE, GATE_SHARE = 0.6, 0.2
@@ -162,8 +161,7 @@ def _measured(shape: ModelConfig, pairs: int, tokens: int) -> BenchResult:
 def _learner(
     config: DrafterTrainerConfig, shape: ModelConfig, micro_batches: int
 ) -> DrafterLearner:
-    kind = trained_net(config.drafter)
-    net = kind.fresh(shape, kind.read_options(config.options), config.run.seed)
+    net = initial_net(config, shape)
     return DrafterLearner(net, config.optimizer, micro_batches=micro_batches, members=on_cpu(1))
 
 

@@ -155,9 +155,8 @@ def is_buffer(name: str) -> bool:
     return name.endswith(_BUFFERS)
 
 
-def read_tensors(directory: Path, prefix: str = "") -> dict[str, Tensor]:
-    """The tensors of a checkpoint directory with this prefix, in their stored dtypes, without
-    buffers.
+def read_tensors(directory: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint directory except buffers, in their stored dtypes.
 
     Reads model.safetensors, or all shards model-*.safetensors. Raises InvalidInput without such
     files, DataLoss for a truncated or invalid file, WeightsError if two files contain the same
@@ -168,8 +167,8 @@ def read_tensors(directory: Path, prefix: str = "") -> dict[str, Tensor]:
     for path in files:
         try:
             with safe_open(path, framework="pt") as opened:
-                names = (name for name in opened.keys() if name.startswith(prefix))  # noqa: SIM118
-                part = {name: opened.get_tensor(name) for name in names if not is_buffer(name)}
+                names = [name for name in opened.keys() if not is_buffer(name)]  # noqa: SIM118
+                part = {name: opened.get_tensor(name) for name in names}
         except (SafetensorError, OSError) as error:
             size = path.stat().st_size
             message = f"cannot read {path.name}: {error}"

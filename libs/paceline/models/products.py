@@ -41,25 +41,16 @@ FEWEST_ROWS = 32
 STEP = 16
 MANY_ROWS = 1024
 """oneDNN builds a kernel for each number of rows (2 ms for the matrices of a layer) and keeps a
-thousand. So it is used for multiples of STEP, and from the number of rows at which one product is
-worth a kernel.
+thousand. So it is used for multiples of STEP, and where one product is worth a kernel.
 """
-
-
 WIDE = 512
-"""Matrices with a longer shorter side are several times as fast in bfloat16 where the processor has
-such products.
-"""
-
-
-def has_bfloat16(device: torch.device) -> bool:
-    """Whether products of bfloat16 are fast there."""
-    return device.type != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+"""Wider matrices are several times as fast in bfloat16 if the processor has such products."""
 
 
 def rounds(width: int, device: torch.device) -> bool:
-    """Whether a drafter of this hidden size computes in bfloat16 instead of float32: on a CPU."""
-    return width > WIDE and device.type == "cpu" and has_bfloat16(device)
+    """Whether a drafter multiplies matrices of this shorter side in bfloat16, not float32."""
+    fast = device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return width > WIDE and bool(fast)
 
 
 def _quicker() -> bool:

@@ -189,5 +189,3 @@ class SpeculatorSetup:
     """Policy versions after which an answer is dropped; 0: only answers of the serving policy
     count.
     """
-    policy: Path | None = None
-    """Checkpoint directory of the policy, for new weights; None: they are random."""

@@ -9,7 +9,6 @@ target's last hidden state after the final norm.
 """
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.config import Config
-from paceline.models import decoder, loading, products
+from paceline.models import decoder, products
 from paceline.models.config import ARCHITECTURES as TARGETS
 from paceline.models.config import ModelConfig, parse_config
 from paceline.speculators import kinds, layer_drafter, layer_net, net, packed, vocabulary
@@ -82,12 +81,6 @@ class EagleNet(layer_net.ChainNet):
         """See DraftNet.fresh."""
         return vocabulary.with_tokens(cls(target, options, seed=seed), target)
 
-    @torch.no_grad()
-    def start_from(self, policy: Path) -> None:
-        """See DraftNet.start_from: embeddings and states are of one size at first."""
-        (embed,) = loading.read_tensors(policy, "model.embed_tokens.").values()
-        self.fc.weight[:, : self.config.hidden_size] *= embedding_scale(embed.float())
-
     @classmethod
     def parse(cls, raw: Mapping[str, Any], target: ModelConfig, options: EagleOptions) -> Self:
         """See DraftNet.parse; `fc_bias` is the checkpoint's, and its layer may differ from the
@@ -118,8 +111,8 @@ class EagleNet(layer_net.ChainNet):
     ) -> net.Objective:
         """The loss of a chain's outputs, see forward and ChainNet.unroll."""
         row, options = row.taught(self.head), self.options
-        taught, terms = self.draftable(row), dict[str, Tensor]()
-        loss = row.next_states.new_zeros(())
+        taught, sums = self.draftable(row), row.next_states.new_zeros(2)
+        terms = dict[str, Tensor]()
         for step, (features, there, inside) in enumerate(chain):
             counted = inside & row.valid[there]
             feature = functional.smooth_l1_loss(
@@ -129,18 +122,17 @@ class EagleNet(layer_net.ChainNet):
             losses, right, _ = net.soft_losses(
                 self.logits(features[counted]), row, there[counted], self.draft_ids
             )
-            parts = {"feature": feature.sum(), "token": losses.sum()}
-            loss = loss + options.feature_weight * parts["feature"]
-            loss = loss + options.token_weight * parts["token"]
+            sums = sums + torch.stack((feature.sum(), losses.sum()))
             if step == 0:
-                terms = {name: one.detach() for name, one in parts.items()}
-                terms["correct"] = right.sum()
+                parts = (*sums.detach(), right.sum())
+                terms = dict(zip(("feature", "token", "correct"), parts, strict=True))
+        loss = options.feature_weight * sums[0] + options.token_weight * sums[1]
         return net.Objective(loss, row.valid.sum(), terms)
 
     def column_scales(self) -> dict[str, Tensor]:
-        """See DraftNet.column_scales: embeddings are far smaller than states."""
+        """See DraftNet.column_scales: embeddings are far smaller than states, which are about 1."""
         scales = self.embed.new_ones(2, self.config.hidden_size)
-        scales[0] = embedding_scale(self.embed)
+        scales[0] = self.embed.square().mean().rsqrt()
         return {"fc.weight": scales.flatten()}
 
     def fused(self, states: Tensor) -> Tensor:
@@ -150,11 +142,6 @@ class EagleNet(layer_net.ChainNet):
     def step(self, embedded: Tensor, features: Tensor, *sight: *layer_net.Sight) -> Tensor:
         """See ChainNet.step: row t predicts h_{t+1}."""
         return self.layers[0](self.fc(torch.cat((embedded, features), dim=-1)), *sight)
-
-
-def embedding_scale(embed: Tensor) -> Tensor:
-    """Factor that brings embeddings [V, H] to the size of states, about 1 after the final norm."""
-    return embed.square().mean().rsqrt()
 
 
 class EagleDrafter(layer_drafter.LayerDrafter[EagleNet]):

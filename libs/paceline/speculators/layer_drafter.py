@@ -39,7 +39,8 @@ class CachedDrafter(net_drafter.NetDrafter[Net]):
         super().__init__(setup)
         self._layers = setup.layers
         self._config = config = self._net.config
-        if setup.dtype is torch.float32 and products.rounds(config.hidden_size, self._device):
+        on_cpu = setup.dtype is torch.float32 and self._device.type == "cpu"
+        if on_cpu and products.rounds(config.hidden_size, self._device):
             self._dtype = torch.bfloat16
         capacity = setup.capacity + self._net.ahead
         self._cache = cache.StaticCache(

@@ -92,16 +92,6 @@ class DraftNet(nn.Module, ABC):
         Raises InvalidInput naming the key that does not match the target.
         """
 
-    def start_from(self, policy: Path) -> None:
-        """Takes numbers from the policy's checkpoint directory; by default none."""
-
-    @classmethod
-    def start(cls, policy: Path, options: Config | None = None, seed: int = 0) -> Self:
-        """A new network for the policy of a checkpoint directory; None: default options."""
-        net = cls.fresh(config.read_config(policy), options or cls.Options(), seed)
-        net.start_from(policy)
-        return net
-
     def twin(self) -> Self:
         """A copy of the network, bound to the same target by reference."""
         of_target = {id(one): one for one in vars(self).values() if isinstance(one, Tensor)}

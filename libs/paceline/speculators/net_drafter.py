@@ -99,8 +99,6 @@ class NetDrafter(base.Speculator, ABC, Generic[Net]):
             self._net = self.net.read(setup.directory, target)
         else:
             self._net = self.net.fresh(target, self.net.Options(), setup.seed)
-            if setup.policy:
-                self._net.start_from(setup.policy)
 
     @abstractmethod
     def _serve(self, net: Net) -> None:

@@ -16,7 +16,7 @@ from torch.optim import AdamW, Optimizer
 
 from paceline.config import OptimizerConfig
 from paceline.errors import ConfigError
-from paceline.models.products import WIDE, has_bfloat16, linear
+from paceline.models.products import linear, rounds
 from paceline.training.checkpoints import copy_local, copy_on_cpu
 from paceline.training.shards import local_of, local_rows, tensors_of
 
@@ -50,7 +50,7 @@ def orthogonalised(matrices: Sequence[Tensor], iterations: int) -> list[Tensor]:
     """
     a, b, c = COEFFICIENTS
     scaled = [_wide(one) / one.norm().clamp(min=_SMALLEST) for one in matrices]
-    if len(scaled[0]) > WIDE and has_bfloat16(scaled[0].device):
+    if rounds(len(scaled[0]), scaled[0].device):
         scaled = [one.bfloat16() for one in scaled]
     gram = torch.stack([linear(one, one) for one in map(Tensor.contiguous, scaled)])
     turn: Tensor | None = None
@@ -98,8 +98,8 @@ class Muon(Optimizer):
     def __init__(self, matrices: Iterable[Tensor], **settings: Any) -> None:
         """`settings`: lr, momentum, weight_decay and iterations."""
         super().__init__(matrices, settings)
-        self.columns: dict[int, Tensor] = {}
-        """By the identity of a matrix: sizes [N] of its inputs, see `NamedOptimizer.columns_of`."""
+        self.columns = defaultdict[int, Tensor | float](lambda: 1.0)
+        """By the identity of a matrix: see `NamedOptimizer.scale_columns`."""
         for group in self.param_groups:
             for matrix in group["params"]:
                 self.state[matrix] = {MOMENTUM: torch.zeros_like(matrix)}
@@ -111,17 +111,11 @@ class Muon(Optimizer):
         for group in self.param_groups:
             learned = [matrix for matrix in group["params"] if matrix.grad is not None]
             for batch in multiplied_together(learned):
-                ahead = [
-                    self._scaled(matrix, self._ahead(matrix, group["momentum"])) for matrix in batch
-                ]
+                ahead = [self._ahead(matrix, group["momentum"]) for matrix in batch]
                 directions = orthogonalised(ahead, group["iterations"])
                 for matrix, direction in zip(batch, directions, strict=True):
-                    moved = self._scaled(matrix, direction)
-                    _move(matrix, moved, group["lr"], group["weight_decay"])
-
-    def _scaled(self, matrix: Tensor, whole: Tensor) -> Tensor:
-        scale = self.columns.get(id(matrix))
-        return whole if scale is None else whole * scale
+                    direction *= self.columns[id(matrix)]
+                    _move(matrix, direction, group["lr"], group["weight_decay"])
 
     def _ahead(self, matrix: Tensor, beta: float) -> Tensor:
         """Nesterov's average of the whole matrix."""
@@ -129,7 +123,8 @@ class Muon(Optimizer):
         assert gradient is not None
         average = self.state[matrix][MOMENTUM].lerp_(gradient, 1 - beta)
         ahead = gradient.lerp(average, beta)
-        return ahead.full_tensor() if isinstance(ahead, DTensor) else ahead
+        whole = ahead.full_tensor() if isinstance(ahead, DTensor) else ahead
+        return whole * self.columns[id(matrix)]
 
 
 def _move(matrix: Tensor, direction: Tensor, lr: float, weight_decay: float) -> None:
@@ -223,7 +218,7 @@ class NamedOptimizer:
         """
         for part in self._parts:
             if isinstance(part, Muon):
-                part.columns = {id(self.parameters[name]): one for name, one in scales.items()}
+                part.columns |= {id(self.parameters[name]): one for name, one in scales.items()}
 
     def moments(self, name: str) -> dict[str, Tensor]:
         """Moments of one parameter, live; AdamW's include its step."""

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from paceline.errors import DataLoss
-from paceline.models import products
 from paceline.models.config import ModelConfig
+from paceline.models.products import rounds
 from paceline.services.drafter_trainer import metrics
 from paceline.services.drafter_trainer.config import DrafterOptimizerConfig, DrafterTrainerConfig
 from paceline.services.drafter_trainer.learn import membership
@@ -211,7 +211,6 @@ class DrafterLearner:
         # rows of all members, positions of this rank
         self._pending_rows, self._pending_positions = 0, 0
         self._bound: PolicyHead | None = None
-        self._rounds = False
         self.total_steps, self.total_tokens = 0, 0
 
     @property
@@ -223,8 +222,10 @@ class DrafterLearner:
     def micro_step(self, row: packed.PackedRow, head: PolicyHead) -> MicroResult:
         """Adds this rank's row; steps the optimiser when the batch is complete."""
         self._bind(head)
-        with torch.autocast(self.members.device.type, torch.bfloat16, enabled=self._rounds):
-            loss, positions, terms = self.sharded.net(on_device(row, self.members.device))
+        device = self.members.device
+        rounded = device.type == "cpu" and rounds(head.lm_head.shape[1], device)
+        with torch.autocast("cpu", torch.bfloat16, enabled=rounded):
+            loss, positions, terms = self.sharded.net(on_device(row, device))
         loss.backward()
         count = int(positions)
         self._pending_rows += self.members.size
@@ -240,7 +241,6 @@ class DrafterLearner:
             device = self.members.device
             self.sharded.net.bind(head.embed_tokens.to(device), head.lm_head.to(device))
             self._bound = head
-            self._rounds = products.rounds(head.lm_head.shape[1], device)
             self.sharded.optimizer.scale_columns(self.sharded.net.column_scales())
 
     def _optimizer_step(self) -> bool:
@@ -350,4 +350,4 @@ def initial_net(config: DrafterTrainerConfig, target: ModelConfig) -> DraftNet:
     if (directory := kinds.drafter_directory(config.drafter)) is not None:
         return read_drafter(directory, target)
     net = trained_net(config.drafter)
-    return net.start(Path(config.model), net.read_options(config.options), config.run.seed)
+    return net.fresh(target, net.read_options(config.options), config.run.seed)

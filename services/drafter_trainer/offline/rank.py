@@ -313,7 +313,7 @@ def train(config: OfflineConfig, report: Report, stopping: Callable[[], bool]) -
     target, kind = read_config(config.model), trained_net(config.speculator)
     options = kind.read_options(config.options)  # before the data, to reject a wrong one at once
     if config.start is None:
-        net = kind.start(config.model, options, config.seed)
+        net = kind.fresh(target, options, config.seed)
     else:
         net = kind.read(config.start, target, options)
     text = cache(lambda: data.ModelText(config.model, target.eos_token_ids))

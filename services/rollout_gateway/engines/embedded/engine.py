@@ -84,7 +84,6 @@ class EmbeddedEngine:
                 spec.seed,
                 layers=CaptureSpec(inner).layers,
                 answer_versions=spec.answer_versions,
-                policy=model_dir,
             )
             self._speculation = speculative.Speculation(
                 spec, arms, drafters.Drafters(kinds, arms.values(), setup)

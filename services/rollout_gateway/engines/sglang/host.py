@@ -184,7 +184,8 @@ def complete_drafter(spec: SGLangSpec, folder: Path) -> SGLangSpec:
 
     given = Path(spec.drafter_dir) if spec.drafter_dir else folder
     if not spec.drafter_dir:
-        trained_net(kind).start(Path(spec.model_dir), seed=spec.seed).save(folder)
+        net = trained_net(kind)
+        net.fresh(read_config(Path(spec.model_dir)), net.Options(), spec.seed).save(folder)
     if SGLANG[kind].fc_bias and "fc.bias" not in (tensors := read_tensors(given)):
         weight = tensors["fc.weight"]
         tensors["fc.bias"] = weight.new_zeros(len(weight))
