@@ -111,7 +111,8 @@ def padded_loss(net: EagleNet, samples: Sequence[FeatureSample]) -> Objective:
         valid=valid.flatten(),
         lm_head_hash="",
     )
-    return net.objective(features.flatten(0, 1), row)
+    places = torch.arange(len(flat))
+    return net.objective([(features.flatten(0, 1), places, places >= 0)], row)
 
 
 def compare(batches: int = 40, *, samples: int = 32, seed: int = 0) -> PackingRates:

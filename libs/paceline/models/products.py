@@ -41,9 +41,16 @@ FEWEST_ROWS = 32
 STEP = 16
 MANY_ROWS = 1024
 """oneDNN builds a kernel for each number of rows (2 ms for the matrices of a layer) and keeps a
-thousand. So it is used for multiples of STEP, and from the number of rows at which one product is
-worth a kernel.
+thousand. So it is used for multiples of STEP, and where one product is worth a kernel.
 """
+WIDE = 512
+"""Wider matrices are several times as fast in bfloat16 if the processor has such products."""
+
+
+def rounds(width: int, device: torch.device) -> bool:
+    """Whether a drafter multiplies matrices of this shorter side in bfloat16, not float32."""
+    fast = device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return width > WIDE and bool(fast)
 
 
 def _quicker() -> bool:
@@ -83,7 +90,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if (served := _served_matrix(x, weight)) is not None:
         few = served.product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], len(weight))
         return few if bias is None else few.add_(bias)
-    if not _suits(x, weight):
+    if not _suits(x, weight) or torch.is_autocast_enabled("cpu"):
         return functional.linear(x, weight, bias)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         product: Tensor = _WithGradients.apply(x, weight)

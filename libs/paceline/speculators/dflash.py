@@ -359,7 +359,7 @@ class DflashDrafter(layer_drafter.CachedDrafter[DflashNet]):
         block = self._masked_block(batch, positions, length, layout)
         tokens = batch.token_ids.new_full((count, size), net.shape.mask_token_id)
         tokens[:, 0] = batch.token_ids[torch.tensor(batch.slots, device=device), bases]
-        x = functional.embedding(tokens.view(-1), self._target.embed)
+        x = self._embedded(tokens.view(-1))
         for index, layer in enumerate(self._stack):
             x = decoder.layer_forward(self._config, layer, x, self._cache, index, block)
         return self._normed(x.view(count, size, -1)[:, 1 : steps + 1], self._norm)

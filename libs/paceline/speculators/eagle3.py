@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Self
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn import functional
 
 from paceline.config import Config
 from paceline.errors import InvalidInput
@@ -239,9 +238,7 @@ class Eagle3Drafter(layer_drafter.LayerDrafter[Eagle3Net]):
 
     def _enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         assert self._layer.input_norm is not None
-        embedded = self._normed(
-            functional.embedding(tokens, self._target.embed), self._layer.input_norm
-        )
+        embedded = self._normed(self._embedded(tokens), self._layer.input_norm)
         normed = self._normed(features, self._hidden_norm)
         residual = normed if self._norm_before_residual else features
         inputs = torch.cat((embedded, normed), dim=-1)

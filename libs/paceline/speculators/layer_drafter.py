@@ -39,13 +39,16 @@ class CachedDrafter(net_drafter.NetDrafter[Net]):
         super().__init__(setup)
         self._layers = setup.layers
         self._config = config = self._net.config
+        on_cpu = setup.dtype is torch.float32 and self._device.type == "cpu"
+        if on_cpu and products.rounds(config.hidden_size, self._device):
+            self._dtype = torch.bfloat16
         capacity = setup.capacity + self._net.ahead
         self._cache = cache.StaticCache(
             config,
             layers=self._net.depth,
             slots=setup.slots,
             capacity=capacity,
-            dtype=setup.dtype,
+            dtype=self._dtype,
             device=self._device,
         )
         self._rotation = rope.rotation_table(config.rope, config.head_dim, capacity).to(
@@ -79,7 +82,8 @@ class CachedDrafter(net_drafter.NetDrafter[Net]):
         ids = net.token_ids
         self._drafted = None if ids is None else ids.to(self._device)
         head = self._target.head
-        self._head = head if ids is None else head.index_select(0, ids.to(self._device))
+        head = head if ids is None else head.index_select(0, ids.to(self._device))
+        self._head = head.to(self._dtype)
         self._net = net
         self._fuse(net, {name: value.detach() for name, value in net.state_dict().items()})
 
@@ -89,8 +93,11 @@ class CachedDrafter(net_drafter.NetDrafter[Net]):
     def _use_fast_products(self, layers: Iterable[decoder.LayerWeights], *more: Tensor) -> None:
         """Measures products with these layers' matrices, with `more` and with the head's slice."""
         own = [one for w in layers for one in (w.qkv, w.output, w.gate_up, w.down)]
-        slices = () if self._drafted is None else (self._head,)
+        slices = () if self._head is self._target.head else (self._head,)
         products.serve_matrices(one for one in (*own, *more, *slices) if isinstance(one, Tensor))
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        return functional.embedding(tokens, self._target.embed).to(self._dtype)
 
     def _token_ids(self, draft_ids: Tensor) -> Tensor:
         return draft_ids if self._drafted is None else self._drafted[draft_ids]
@@ -158,7 +165,7 @@ class CachedDrafter(net_drafter.NetDrafter[Net]):
         for slot, n in zip(slots, lengths, strict=True):
             self._valid[slot] = max(n - 1, 0)
         hidden = batch.hidden[index, positions].flatten(0, 1)[:, self._columns]
-        return index, positions, hidden
+        return index, positions, hidden.to(self._dtype)
 
     def _masked_block(
         self, batch: base.DraftBatch, positions: Tensor, length: int, layout: decoder.Layout

@@ -118,6 +118,12 @@ class DraftNet(nn.Module, ABC):
             and not HEADS & set(name.split("."))
         ]
 
+    def column_scales(self) -> dict[str, Tensor]:
+        """By name of a matrix [M, N]: factors [N] that bring its inputs to one size, for a network
+        that is bound; by default none.
+        """
+        return {}
+
     # ---- learning
 
     @abstractmethod
@@ -244,7 +250,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, of_losses: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
         (gradient,) = ctx.saved_tensors
-        return (gradient * of_losses[:, None], None, None, None, None)
+        return (gradient * of_losses[:, None].to(gradient.dtype), None, None, None, None)
 
 
 _LEAST = 1e-9
@@ -275,7 +281,8 @@ def soft_losses(
     rest = (1 - p.sum(-1, keepdim=True)).clamp(min=0)
     if row.top_tokens.shape[1] == (logits.shape[1] if draft_ids is None else len(draft_ids)):
         rest = torch.zeros_like(rest)
-    inside, ids, right = ids >= 0, ids.clamp(min=0), logits.argmax(-1) == ids[:, 0]
+    inside, ids = ids >= 0, ids.clamp(min=0)
+    right = logits.gather(1, ids[:, :1])[:, 0] >= logits.amax(-1)  # argmax is slow in bfloat16
     p = p * inside
     mass = (p.sum(-1, keepdim=True) + rest).clamp(min=_LEAST)
     losses, q = _SoftCrossEntropy.apply(logits, ids, inside, p / mass, rest / mass)

@@ -167,6 +167,7 @@ class NetDrafter(base.Speculator, ABC, Generic[Net]):
 
     def _chosen(self, batch: base.DraftBatch, logits: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Token ids [B] and their shares of probability [B] from logits [B, draft ids]."""
+        logits = logits.float()
         if batch.sampler is None:
             share, draft_ids = torch.softmax(logits, dim=-1).max(dim=-1)
             return self._token_ids(draft_ids), share

@@ -16,7 +16,7 @@ from torch.optim import AdamW, Optimizer
 
 from paceline.config import OptimizerConfig
 from paceline.errors import ConfigError
-from paceline.models.products import linear
+from paceline.models.products import linear, rounds
 from paceline.training.checkpoints import copy_local, copy_on_cpu
 from paceline.training.shards import local_of, local_rows, tensors_of
 
@@ -35,16 +35,7 @@ TOGETHER = 1 << 20
 larger matrix uses the whole processor by itself. A rank of a sharded drafter gathers one matrix at
 a time.
 """
-ALONE = 512
-"""Matrices with a longer shorter side are multiplied in bfloat16 where the processor has such
-products: they are several times as fast there, and the directions keep their use.
-"""
 _SMALLEST = 1e-7
-
-
-def has_bfloat16(device: torch.device) -> bool:
-    """Whether products of bfloat16 are fast there."""
-    return device.type != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def orthogonalised(matrices: Sequence[Tensor], iterations: int) -> list[Tensor]:
@@ -59,7 +50,7 @@ def orthogonalised(matrices: Sequence[Tensor], iterations: int) -> list[Tensor]:
     """
     a, b, c = COEFFICIENTS
     scaled = [_wide(one) / one.norm().clamp(min=_SMALLEST) for one in matrices]
-    if len(scaled[0]) > ALONE and has_bfloat16(scaled[0].device):
+    if rounds(len(scaled[0]), scaled[0].device):
         scaled = [one.bfloat16() for one in scaled]
     gram = torch.stack([linear(one, one) for one in map(Tensor.contiguous, scaled)])
     turn: Tensor | None = None
@@ -107,6 +98,8 @@ class Muon(Optimizer):
     def __init__(self, matrices: Iterable[Tensor], **settings: Any) -> None:
         """`settings`: lr, momentum, weight_decay and iterations."""
         super().__init__(matrices, settings)
+        self.columns = defaultdict[int, Tensor | float](lambda: 1.0)
+        """By the identity of a matrix: see `NamedOptimizer.scale_columns`."""
         for group in self.param_groups:
             for matrix in group["params"]:
                 self.state[matrix] = {MOMENTUM: torch.zeros_like(matrix)}
@@ -121,6 +114,7 @@ class Muon(Optimizer):
                 ahead = [self._ahead(matrix, group["momentum"]) for matrix in batch]
                 directions = orthogonalised(ahead, group["iterations"])
                 for matrix, direction in zip(batch, directions, strict=True):
+                    direction *= self.columns[id(matrix)]
                     _move(matrix, direction, group["lr"], group["weight_decay"])
 
     def _ahead(self, matrix: Tensor, beta: float) -> Tensor:
@@ -129,7 +123,8 @@ class Muon(Optimizer):
         assert gradient is not None
         average = self.state[matrix][MOMENTUM].lerp_(gradient, 1 - beta)
         ahead = gradient.lerp(average, beta)
-        return ahead.full_tensor() if isinstance(ahead, DTensor) else ahead
+        whole = ahead.full_tensor() if isinstance(ahead, DTensor) else ahead
+        return whole * self.columns[id(matrix)]
 
 
 def _move(matrix: Tensor, direction: Tensor, lr: float, weight_decay: float) -> None:
@@ -216,6 +211,14 @@ class NamedOptimizer:
                 iterations=iterations,
             )
             self._parts.append(muon)
+
+    def scale_columns(self, scales: Mapping[str, Tensor]) -> None:
+        """Muon moves these matrices [M, N], by name, as if column n were W[:, n] / scales[n] and
+        its input scales[n] times as large. Inputs of unequal sizes then learn at one rate.
+        """
+        for part in self._parts:
+            if isinstance(part, Muon):
+                part.columns |= {id(self.parameters[name]): one for name, one in scales.items()}
 
     def moments(self, name: str) -> dict[str, Tensor]:
         """Moments of one parameter, live; AdamW's include its step."""

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from paceline.errors import DataLoss
 from paceline.models.config import ModelConfig
+from paceline.models.products import rounds
 from paceline.services.drafter_trainer import metrics
 from paceline.services.drafter_trainer.config import DrafterOptimizerConfig, DrafterTrainerConfig
 from paceline.services.drafter_trainer.learn import membership
@@ -221,7 +222,10 @@ class DrafterLearner:
     def micro_step(self, row: packed.PackedRow, head: PolicyHead) -> MicroResult:
         """Adds this rank's row; steps the optimiser when the batch is complete."""
         self._bind(head)
-        loss, positions, terms = self.sharded.net(on_device(row, self.members.device))
+        device = self.members.device
+        rounded = device.type == "cpu" and rounds(head.lm_head.shape[1], device)
+        with torch.autocast("cpu", torch.bfloat16, enabled=rounded):
+            loss, positions, terms = self.sharded.net(on_device(row, device))
         loss.backward()
         count = int(positions)
         self._pending_rows += self.members.size
@@ -237,6 +241,7 @@ class DrafterLearner:
             device = self.members.device
             self.sharded.net.bind(head.embed_tokens.to(device), head.lm_head.to(device))
             self._bound = head
+            self.sharded.optimizer.scale_columns(self.sharded.net.column_scales())
 
     def _optimizer_step(self) -> bool:
         """Returns False if the gradient was not finite: it is dropped, and no step is counted."""

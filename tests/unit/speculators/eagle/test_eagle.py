@@ -13,6 +13,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from paceline.errors import InvalidInput, WeightsError
+from paceline.models import products
 from paceline.models.decoder import DecoderWeights
 from paceline.speculators.base import DraftBatch, DraftShape, SpeculatorSetup
 from paceline.speculators.eagle import EagleDrafter, EagleNet, EagleOptions
@@ -112,6 +113,33 @@ def test_engine_drafts_what_the_trainers_chain_predicts(
             assert drafts.tokens[row].tolist() == [int(ids[one.indices]) for one in shares]
             expected = torch.stack([one.values for one in shares]).cumprod(dim=0)
             torch.testing.assert_close(drafts.scores[row], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_embeddings_learn_as_inputs_of_the_size_of_states(tmp_path: Path) -> None:
+    save_random(tmp_path, "llama")
+    net = rough_net(load_model(tmp_path, dtype=torch.float32))
+    scales = net.column_scales()["fc.weight"]
+    assert float((net.embed * scales[:48]).square().mean()) == pytest.approx(1, rel=1e-4)
+    assert torch.equal(scales[48:], torch.ones(48))
+
+
+def test_a_wide_drafter_drafts_in_bfloat16_what_it_drafts_in_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_random(tmp_path, "llama")
+    weights = load_model(tmp_path, dtype=torch.float32)
+    rough_net(weights, draft_vocab_size=41).save(tmp_path / "drafter")
+    tokens, states = rows(batch=4)
+    setup = SpeculatorSetup(weights, 4, 64, torch.float32, 0, tmp_path / "drafter")
+    found = []
+    for wide in (False, True):
+        monkeypatch.setattr(products, "rounds", lambda *_, wide=wide: wide)
+        batch = DraftBatch([1, 2], [TOKENS, 9], tokens, states)
+        with torch.inference_mode():
+            found.append(EagleDrafter(setup).propose(batch, DraftShape(1)))
+    assert torch.equal(found[0].tokens, found[1].tokens)
+    torch.testing.assert_close(found[0].scores, found[1].scores, rtol=0.1, atol=0)
+    assert not torch.equal(found[0].scores, found[1].scores)
 
 
 def test_a_draft_vocabulary_follows_the_counts_and_a_sampler_sees_no_other_token(
