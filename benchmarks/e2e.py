@@ -1,7 +1,11 @@
 """Compares whole demo runs: no speculation, n-grams, a frozen drafter, and co-trained drafters.
 
-Each run is `paceline demo` in its own process; the runs of a seed take turns of one step each. The
-bench keeps finished runs, so an interrupted bench continues where it stopped.
+The workload is the demo's small model, or the pretrained model of examples/real, whose tasks need
+reasoning-gym (`python examples/real/fetch_model.py --tasks` prints its directory for PYTHONPATH).
+
+Each run is `paceline demo` in its own process; the runs of a seed take turns of one step each, as
+many at once as memory holds. The bench keeps finished runs, so an interrupted bench continues where
+it stopped.
 """
 
 from __future__ import annotations
@@ -9,9 +13,10 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import demo_runs
+from benchmarks import start_drafters
 from benchmarks.demo_runs import NO_WORDS, WITHOUT, DemoPlan, DemoRun, Flags
 from benchmarks.options import above_zero
 from benchmarks.picture import picture
@@ -31,13 +36,14 @@ from paceline.errors import InvalidInput
 from paceline.report.charts import Series, running_mean
 
 OURS = "cotrained"
+_NGRAMS = (
+    "gateway.drafter=ngram",
+    'gateway.speculation.arms=["off","ngram:4_1_5"]',
+    "coordinator.evaluation.probe_arm=ngram:4_1_5",
+)
 ARMS: Mapping[str, Sequence[str]] = {
     "none": (),
-    "ngram": (
-        "gateway.drafter=ngram",
-        'gateway.speculation.arms=["off","ngram:4_1_5"]',
-        "coordinator.evaluation.probe_arm=ngram:4_1_5",
-    ),
+    "ngram": _NGRAMS,
     OURS: (),
     "scratch": ("gateway.drafter=eagle", "drafter_trainer.drafter=eagle"),
     "frozen": (),
@@ -46,34 +52,84 @@ ARMS: Mapping[str, Sequence[str]] = {
         "coordinator.evaluation.probe_arm=dflash:5_1_6",
     ),
 }
-"""Settings of each arm. The arms "dflash" and "cotrained" are both co-trained, from start drafters
-with equally long training.
+"""Settings of each arm on the demo. The arms "dflash" and "cotrained" are both co-trained, from
+start drafters with equally long training.
 """
-START_STEPS, BATCH_TOKENS = 2_000, 256
-"""Optimiser steps of the demo's start drafter, and tokens of each step; see its make_drafter.py.
-The steps of a co-trained drafter have the same size.
+REAL_ARMS: Mapping[str, Sequence[str]] = {
+    "none": (),
+    OURS: (),
+    "ngram": _NGRAMS,
+    "self": (
+        "gateway.drafter=self",
+        'gateway.speculation.arms=["off","self:3_1_4"]',
+        "coordinator.evaluation.probe_arm=self:3_1_4",
+    ),
+    "frozen": (),
+    "continued": (),
+}
+"""Settings of each arm on the pretrained model. "cotrained" is its file's settings, with a fresh
+drafter; "continued" is co-trained from the drafter of "frozen".
 """
-
-RISE_GOAL, ACCEPT_GOAL, WAIT_GOAL, STEP_GOAL = 0.25, 3.3, 0.02, 1.2
-SPEED_GOALS = {"none": 1.5, "ngram": 1.2, "frozen": 1.2}
+RISE_GOAL, ACCEPT_GOAL, WAIT_GOAL = 0.25, 3.3, 0.02
 NGRAMS_AT_MOST, FROZEN_FALLS = 2.5, 0.25
+HINDSIGHT_GOAL = 0.97
 _SMOOTH = 5  # steps of the picture's running means
+
+
+@dataclass(frozen=True, slots=True)
+class RunWorkload:
+    """A model with its tasks: settings of its arms, and goals."""
+
+    file: Path | None  # settings; None: the demo's
+    arms: Mapping[str, Sequence[str]]
+    default_arms: str  # with commas
+    frozen_steps: int  # optimiser steps of the frozen drafter for each RL step
+    at_once: int  # runs in memory that take turns
+    speed_goals: Mapping[str, float]  # tokens/s of OURS over each arm
+    step_goal: float  # RL steps/s of OURS over "none"
+
+
+WORKLOADS = {
+    "demo": RunWorkload(
+        file=None,
+        arms=ARMS,
+        default_arms=",".join(ARMS),
+        frozen_steps=40,
+        at_once=len(ARMS),
+        speed_goals={"none": 1.5, "ngram": 1.2, "frozen": 1.2},
+        step_goal=1.2,
+    ),
+    "real": RunWorkload(
+        file=start_drafters.REAL,
+        arms=REAL_ARMS,
+        default_arms=f"none,{OURS},ngram,frozen",
+        frozen_steps=5,
+        at_once=2,
+        speed_goals={"none": 1.3},
+        step_goal=1.15,
+    ),
+}
+DEMO = WORKLOADS["demo"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this bench."""
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0 .. N-1")
     parser.add_argument("--steps", type=int, default=80, help="RL steps of a run")
-    parser.add_argument("--arms", default=",".join(ARMS), help=f"of {', '.join(ARMS)}")
+    parser.add_argument("--workload", choices=WORKLOADS, default="demo")
+    arms = "; ".join(f"{name}: {', '.join(one.arms)}" for name, one in WORKLOADS.items())
+    parser.add_argument("--arms", help=f"with commas, of {arms}")
     parser.add_argument(
         "--frozen-steps",
         type=above_zero(int),
-        default=40,
         help="optimiser steps that the frozen drafter has had for each RL step, beside its start's",
+    )
+    parser.add_argument(
+        "--at-once", type=above_zero(int), help="runs in memory that take turns of one step"
     )
     parser.add_argument("--quick", action="store_true", help="one seed, 30 steps")
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/bench-e2e"), help="folder of the runs"
+        "--out", type=Path, help="folder of the runs; default: runs/bench-e2e or runs/bench-real"
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="settings of all runs"
@@ -81,51 +137,78 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(options: argparse.Namespace) -> BenchResult:
-    """Makes all runs, seed by seed; the runs of a seed take turns of one step each.
+    """Makes all runs, seed by seed; runs of a seed take turns of one step each.
 
     Raises InvalidInput for an unknown arm.
     """
+    workload = WORKLOADS[options.workload]
+    options.out = options.out or Path("runs/bench-real" if workload.file else "runs/bench-e2e")
     seeds, steps = (1, 30) if options.quick else (options.seeds, options.steps)
-    wanted = chosen_arms(options.arms)
+    wanted = chosen_arms(options.arms or workload.default_arms, workload)
+    at_once = options.at_once or workload.at_once
     runs: list[DemoRun] = []
     for seed in range(seeds):
-        runs += await finished_in_turns([_plan(options, seed, arm, steps) for arm in wanted])
+        for first in range(0, len(wanted), at_once):
+            together = wanted[first : first + at_once]
+            runs += await finished_in_turns([_plan(options, seed, arm, steps) for arm in together])
         told = ", ".join(f"{one.arm} {_tokens_s(one):.0f}" for one in runs[-len(wanted) :])
         say(f"seed {seed}: {told} tokens/s")
     pictures(runs, options.out)
-    return compare(runs, f"end to end, {steps} steps")
+    return compare(runs, f"end to end, {steps} steps", workload)
 
 
-def chosen_arms(text: str) -> tuple[str, ...]:
+def chosen_arms(text: str, workload: RunWorkload = DEMO) -> tuple[str, ...]:
     """Arms of a comma-separated list, in the order of the runs. Raises InvalidInput for an unknown
     arm.
     """
     named = set(text.split(","))
-    if not named <= set(ARMS):
-        raise InvalidInput("no such arm", seen=text, allowed=", ".join(ARMS))
-    return tuple(arm for arm in ARMS if arm in named)
+    if not named <= set(workload.arms):
+        raise InvalidInput("no such arm", seen=text, allowed=", ".join(workload.arms))
+    return tuple(arm for arm in workload.arms if arm in named)
 
 
-def compare(runs: Sequence[DemoRun], title: str) -> BenchResult:
+def compare(runs: Sequence[DemoRun], title: str, workload: RunWorkload = DEMO) -> BenchResult:
     """Makes rows and goals of finished runs."""
     by_key = {(one.seed, one.arm): one for one in runs}
     rows = [_row(one, by_key.get((one.seed, runs[0].arm))) for one in runs]
-    trained = [one for one in runs if one.arm == OURS] or list(runs)
-    rise = statistics.median(one.rise for one in trained)
-    goals: list[Goal] = [at_least("rise in held-out accuracy", RISE_GOAL, rise)]
-    goals += _acceptance_goals(runs)
-    for other, goal in SPEED_GOALS.items():
+    goals = _goals_of_the_demo(runs) if workload.file is None else _goals_of_real(runs, rows)
+    for other, goal in workload.speed_goals.items():
         if (ratio := speed_ratio(runs, other)) is not None:
             goals.append(ratio_goal(f"rollout tokens/s, {OURS} / {other}", goal, ratio))
     if (ratio := step_ratio(runs)) is not None:
-        goals.append(ratio_goal(f"RL steps/s, {OURS} / none", STEP_GOAL, ratio))
+        goals.append(ratio_goal(f"RL steps/s, {OURS} / none", workload.step_goal, ratio))
+    return BenchResult(title, rows, goals)
+
+
+def _goals_of_the_demo(runs: Sequence[DemoRun]) -> list[Goal]:
+    """Goals on learning, on acceptance and on the time that rollouts wait for the drafter."""
+    trained = [one for one in runs if one.arm == OURS] or list(runs)
+    rise = statistics.median(one.rise for one in trained)
+    goals = [at_least("rise in held-out accuracy", RISE_GOAL, rise), *_acceptance_goals(runs)]
     waits = [float(one.summary["preempt_wait_share"]) for one in runs if one.arm == OURS]
     if waits:
         goals.append(
             at_least("step time not spent waiting for the drafter", 1 - WAIT_GOAL, 1 - max(waits))
         )
+    return goals
 
-    return BenchResult(title, rows, goals)
+
+def _goals_of_real(runs: Sequence[DemoRun], rows: Sequence[Row]) -> list[Goal]:
+    """Goals on equal tokens, and on the default settings beside the best arm in hindsight."""
+    goals: list[Goal] = []
+    equal = [row["tokens differ at"] == "never" for row in rows if row["tokens differ at"]]
+    if equal:
+        share = statistics.fmean(equal)
+        goals.append(at_least(f"share of runs with the tokens of {runs[0].arm}", 1.0, share))
+    rates = {
+        arm: statistics.median(rate for one in runs if one.arm == arm for rate in one.rates)
+        for arm in {one.arm for one in runs} - {OURS}
+    }
+    best = max(rates, key=rates.__getitem__, default="")
+    if (ratio := speed_ratio(runs, best)) is not None:
+        name = f"rollout tokens/s, {OURS} / {best}, the best arm in hindsight,"
+        goals.append(ratio_goal(name, HINDSIGHT_GOAL, ratio))
+    return goals
 
 
 def _acceptance_goals(runs: Sequence[DemoRun]) -> list[Goal]:
@@ -240,31 +323,36 @@ def _row(one: DemoRun, first: DemoRun | None) -> Row:
 
 
 def _plan(options: argparse.Namespace, seed: int, arm: str, steps: int) -> DemoPlan:
-    out = options.out.absolute()
-
-    async def made(name: str, trained: int, *words: str) -> str:
-        """Trains a drafter of the start policy, once for all seeds; returns its path."""
-        budget = (trained, trained * BATCH_TOKENS)
-        return str(await demo_runs.trained_drafter(out / name, 0, *budget, *words))
+    out, workload = options.out.absolute(), WORKLOADS[options.workload]
+    made = start_drafters.real_drafter if workload.file else start_drafters.demo_drafter
+    of_frozen = steps * (options.frozen_steps or workload.frozen_steps)
 
     async def frozen() -> tuple[str, ...]:
         """Flags for a drafter with more training than a co-trained drafter gets."""
-        trained = START_STEPS + options.frozen_steps * steps
-        return ("--frozen-drafter", await made(f"drafter-{trained}", trained))
+        return ("--frozen-drafter", str(await made(options, out, of_frozen)))
+
+    async def continued() -> tuple[str, ...]:
+        """Settings for co-training from the drafter of "frozen"."""
+        return _co_trained(await made(options, out, of_frozen))
 
     async def block_parallel() -> tuple[str, ...]:
         """Settings for a DFlash drafter with as much training as the demo's start drafter."""
-        start = await made("drafter-dflash", START_STEPS, "--speculator", "dflash")
-        return (f"gateway.drafter={start}", f"drafter_trainer.drafter={start}")
+        return _co_trained(await start_drafters.dflash_drafter(out))
 
     flags: Mapping[str, Flags] = {
         "none": WITHOUT,
         "ngram": WITHOUT,
+        "self": WITHOUT,
         "frozen": frozen,
+        "continued": continued,
         "dflash": block_parallel,
     }
-    settings = [*ARMS[arm], *options.overrides]
-    return DemoPlan(out, seed, arm, steps, settings, flags.get(arm, NO_WORDS))
+    settings = [*workload.arms[arm], *options.overrides]
+    return DemoPlan(out, seed, arm, steps, settings, flags.get(arm, NO_WORDS), workload.file)
+
+
+def _co_trained(start: Path) -> tuple[str, ...]:
+    return (f"gateway.drafter={start}", f"drafter_trainer.drafter={start}")
 
 
 def _tokens_s(one: DemoRun) -> float:

@@ -5,7 +5,8 @@ The answers come from the embedded engine, `paceline drafter train` learns from 
 frozen drafters that benches compare with.
 
 Usage: python make_drafter.py [--steps N] [--tokens N] [--answers N] [--model DIR] [--out DIR]
-       [--speculator eagle] [--tasks FILE] [--heldout FILE] [--seed 0] [--only-answers FILE]
+       [--speculator eagle] [--tasks FILE] [--heldout FILE] [--system TEXT] [--max-tokens N]
+       [--seed 0] [--only-answers FILE]
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -28,12 +29,13 @@ from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEn
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Chunk, Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
-from paceline.tasks import Task, draw_tasks
+from paceline.tasks import MESSAGES, Columns, Task, draw_tasks
 from paceline.tasks.file import read_tasks
 from paceline.trajectory import SpeculationStats, request_seed
 
 HERE = Path(__file__).parent
 MAX_TOKENS, CONTEXT, TASKS_AT_ONCE, PROBES = 380, 400, 128, 64
+CHAT_CONTEXT, CHATS_AT_ONCE = 512, 16
 PROBE_SHAPE, PROBE_SEED = "5_1_6", 20_000
 LEARNING = ("--lr", "2.5e-3", "--warmup-steps", "20", "--heldout-share", "0.02")
 
@@ -46,21 +48,44 @@ def build_engine(options: argparse.Namespace, drafter: str, *arms: str) -> Engin
             drafter=drafter,
             arms=arms,
             threads=torch.get_num_threads(),
-            max_batch=TASKS_AT_ONCE,
-            max_sequence_tokens=CONTEXT,
+            max_batch=CHATS_AT_ONCE if options.system else TASKS_AT_ONCE,
+            max_sequence_tokens=CHAT_CONTEXT if options.system else CONTEXT,
         )
     )
 
 
+def prompts_of(options: argparse.Namespace) -> Callable[[Task], Sequence[int]]:
+    """The tokens of a task's prompt, under the model's chat template with a system prompt."""
+    tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
+    if not options.system:
+        return lambda task: tokenizer.encode(task.prompt).ids
+    from transformers import AutoTokenizer  # takes seconds to import
+
+    template = AutoTokenizer.from_pretrained(options.model)
+
+    def of_chat(task: Task) -> Sequence[int]:
+        asked = json.loads(task.metadata[MESSAGES])
+        text = template.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        found: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return found
+
+    return of_chat
+
+
 def answers(
-    engine: Engine, tokenizer: Tokenizer, tasks: Sequence[Task], *, seed: int, arm: str = "off"
+    engine: Engine,
+    options: argparse.Namespace,
+    tasks: Sequence[Task],
+    *,
+    seed: int,
+    arm: str = "off",
 ) -> Iterator[tuple[Request, Chunk]]:
     """An answer to each task at T=1, as they end: the request and its last chunk."""
+    prompt_of, longest = prompts_of(options), options.max_tokens
     requests: dict[int, Request] = {}
     for number, task in enumerate(tasks):
-        sampling = Sampling(seed=request_seed(seed, number, task.task_id, 0), max_tokens=MAX_TOKENS)
-        prompt = tuple(tokenizer.encode(task.prompt).ids)
-        requests[number] = Request(number, prompt, sampling, forced_arm=arm)
+        sampling = Sampling(seed=request_seed(seed, number, task.task_id, 0), max_tokens=longest)
+        requests[number] = Request(number, tuple(prompt_of(task)), sampling, forced_arm=arm)
         engine.enqueue(requests[number])
     while engine.has_work:
         for chunk in engine.step():
@@ -68,12 +93,13 @@ def answers(
                 yield requests[chunk.request_id], chunk
 
 
-def write_answers(options: argparse.Namespace, tokenizer: Tokenizer, path: Path) -> None:
+def write_answers(options: argparse.Namespace, path: Path) -> None:
     """`count` answers to tasks in the order of a run, in the format of `drafter train`."""
-    tasks = list(islice(draw_tasks(read_tasks(options.tasks), options.seed), options.answers))
+    known = read_tasks(options.tasks, Columns(system_prompt=options.system))
+    tasks = list(islice(draw_tasks(known, options.seed), options.answers))
     engine = build_engine(options, "off")
     with path.open("w", encoding="utf-8") as file:
-        for request, chunk in answers(engine, tokenizer, tasks, seed=options.seed):
+        for request, chunk in answers(engine, options, tasks, seed=options.seed):
             ids = [*request.prompt, *chunk.token_ids]
             mask = [0] * len(request.prompt) + [1] * len(chunk.token_ids)
             file.write(json.dumps({"input_ids": ids, "loss_mask": mask}) + "\n")
@@ -92,12 +118,12 @@ def train(options: argparse.Namespace, data: Path, out: Path) -> Path:
     return out / "checkpoint" / "speculator"
 
 
-def probe(options: argparse.Namespace, tokenizer: Tokenizer) -> float:
+def probe(options: argparse.Namespace) -> float:
     """Acceptance length on fixed held-out prompts, bonus token included."""
     arm = f"{options.speculator}:{PROBE_SHAPE}"
     engine = build_engine(options, str(options.out), "off", arm)
-    tasks = read_tasks(options.heldout)[:PROBES]
-    ended = list(answers(engine, tokenizer, tasks, seed=PROBE_SEED, arm=arm))
+    tasks = read_tasks(options.heldout, Columns(system_prompt=options.system))[:PROBES]
+    ended = list(answers(engine, options, tasks, seed=PROBE_SEED, arm=arm))
     engine.close()
     return sum((chunk.speculation for _, chunk in ended), SpeculationStats()).accept_length
 
@@ -117,6 +143,8 @@ def options_of(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--heldout", type=Path, default=HERE / "tasks_heldout.jsonl", help="tasks of the probe"
     )
     parser.add_argument("--out", type=Path, default=HERE / "drafter_start")
+    parser.add_argument("--system", default="", help="system prompt: tasks are chats")
+    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, help="of an answer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only-answers", type=Path, help="write the answers there, train nothing")
     return parser.parse_args(words)
@@ -125,15 +153,14 @@ def options_of(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Draws answers, trains, saves and measures."""
     options = options_of()
-    tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
     if options.only_answers is not None:
-        write_answers(options, tokenizer, options.only_answers)
+        write_answers(options, options.only_answers)
         return
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "answers.jsonl"
-        write_answers(options, tokenizer, data)
+        write_answers(options, data)
         shutil.copytree(train(options, data, Path(folder) / "run"), options.out, dirs_exist_ok=True)
-    accepted = probe(options, tokenizer)
+    accepted = probe(options)
     (options.out / "probe.json").write_text(json.dumps({"accept_length": accepted}) + "\n")
     print(f"acceptance length {accepted:.2f} on {PROBES} held-out prompts; {options.out}")
 

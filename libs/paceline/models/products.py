@@ -10,12 +10,10 @@ the form that was measured to be the fastest for their shape, dtype and number o
 - packed: oneDNN on a second copy of W in oneDNN's own layout.
 Measured choices are kept in a file by processor, threads and version of torch.
 
-For many rows torch sends float32 to MKL, which uses AVX2 on processors of other makers than Intel.
-With AVX-512 (measured: AMD Zen 5), oneDNN takes half of the time from some dozen rows on. On
-Intel's own processors MKL is faster (measured: a Xeon, up to twice): `paceline bench products`.
+For many rows torch sends float32 to MKL, which uses AVX2 on AMD's processors. With AVX-512, oneDNN
+takes half of the time there from some dozen rows on; on Intel's processors MKL is faster.
 
-All forms add the same numbers in another order, so results differ by rounding. See
-docs/adr/0071.
+Forms add the same numbers in another order, so results differ by rounding. See docs/adr/0071.
 """
 
 import json
@@ -36,18 +34,16 @@ from paceline import processor
 from paceline.errors import ResourceExhausted
 from paceline.whole_files import write_whole
 
-FEWEST_ROWS = 32
-"""With fewer rows, oneDNN's start-up cost exceeds the saving."""
-STEP = 16
-MANY_ROWS = 1024
-"""oneDNN builds a kernel for each number of rows (2 ms for the matrices of a layer) and keeps a
-thousand. So it is used for multiples of STEP, and where one product is worth a kernel.
+FEWEST_ROWS, STEP, MANY_ROWS = 32, 16, 1024
+"""With fewer rows than FEWEST_ROWS, oneDNN's start-up cost exceeds the saving. It builds a kernel for
+each number of rows (2 ms for the matrices of a layer) and keeps a thousand. So it is used for
+multiples of STEP, and where one product is worth a kernel.
 """
 WIDE = 512
 """Wider matrices are several times as fast in bfloat16 if the processor has such products."""
 
 
-def rounds(width: int, device: torch.device) -> bool:
+def prefers_bfloat16(width: int, device: torch.device) -> bool:
     """Whether a drafter multiplies matrices of this shorter side in bfloat16, not float32."""
     fast = device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return width > WIDE and bool(fast)
@@ -61,8 +57,6 @@ def _quicker() -> bool:
 
 ONEDNN = _quicker()
 """Whether oneDNN is used at all."""
-
-
 MOST_ROWS = 64
 """Largest number of rows for a measured form."""
 MEASURED_ROWS = (1, 2, 3, 4, 5, 8, 16, MOST_ROWS)

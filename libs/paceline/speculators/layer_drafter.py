@@ -40,7 +40,7 @@ class CachedDrafter(net_drafter.NetDrafter[Net]):
         self._layers = setup.layers
         self._config = config = self._net.config
         on_cpu = setup.dtype is torch.float32 and self._device.type == "cpu"
-        if on_cpu and products.rounds(config.hidden_size, self._device):
+        if on_cpu and products.prefers_bfloat16(config.hidden_size, self._device):
             self._dtype = torch.bfloat16
         capacity = setup.capacity + self._net.ahead
         self._cache = cache.StaticCache(

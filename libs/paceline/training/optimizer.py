@@ -16,7 +16,7 @@ from torch.optim import AdamW, Optimizer
 
 from paceline.config import OptimizerConfig
 from paceline.errors import ConfigError
-from paceline.models.products import linear, rounds
+from paceline.models.products import linear, prefers_bfloat16
 from paceline.training.checkpoints import copy_local, copy_on_cpu
 from paceline.training.shards import local_of, local_rows, tensors_of
 
@@ -50,7 +50,7 @@ def orthogonalised(matrices: Sequence[Tensor], iterations: int) -> list[Tensor]:
     """
     a, b, c = COEFFICIENTS
     scaled = [_wide(one) / one.norm().clamp(min=_SMALLEST) for one in matrices]
-    if rounds(len(scaled[0]), scaled[0].device):
+    if prefers_bfloat16(len(scaled[0]), scaled[0].device):
         scaled = [one.bfloat16() for one in scaled]
     gram = torch.stack([linear(one, one) for one in map(Tensor.contiguous, scaled)])
     turn: Tensor | None = None

@@ -80,9 +80,9 @@ def encode_delta(
     places: Sequence[tuple[int, int]] | None = None,
 ) -> EncodedDelta | None:
     """The delta from `old` to `new`, tensors of the same layouts in the same order. Returns None if
-    it takes more than `limit` bytes; a sample of the elements shows this early. `places`: for each tensor the index
-    of the whole tensor that it is a part of, and its first element there; None if all tensors are
-    whole.
+    it takes more than `limit` bytes; a sample of the elements shows this early. `places`: for each
+    tensor the index of the whole tensor that it is a part of, and its first element there; None if
+    all tensors are whole.
     """
     places = [(index, 0) for index in range(len(new))] if places is None else places
     if _sampled_changes(old, new) > limit:  # a changed element takes a byte or more

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -14,6 +15,8 @@ from benchmarks import demo_runs, e2e, turns
 from benchmarks.demo_runs import DemoRun, read_run
 from benchmarks.e2e import chosen_arms, compare, first_difference, pictures, speed_ratio
 from paceline.errors import InvalidInput
+
+REAL = e2e.WORKLOADS["real"]
 
 
 def steps(
@@ -152,7 +155,9 @@ def options(out: Path, count: int = 30) -> argparse.Namespace:
         seeds=1,
         steps=count,
         arms="none,cotrained",
-        frozen_steps=40,
+        workload="demo",
+        at_once=None,
+        frozen_steps=None,
         out=out,
         overrides=[],
     )
@@ -222,6 +227,73 @@ async def test_the_block_parallel_arm_begins_with_as_much_training_as_the_demos_
     ((_, _, *words),) = made
     said = dict(zip(words[::2], words[1::2], strict=True))
     assert (said["--steps"], said["--speculator"]) == ("2000", "dflash")
+
+
+def real_options(out: Path, arms: str) -> argparse.Namespace:
+    chosen = options(out, count=20)
+    chosen.workload, chosen.arms = "real", arms
+    return chosen
+
+
+async def test_the_frozen_drafter_of_the_pretrained_model_learns_from_its_answers_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = demo_runs.demo_folder() / "make_drafter.py"
+    spec = importlib.util.spec_from_file_location("make_drafter", script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    drawn: list[Any] = []
+    trained: list[dict[str, str]] = []
+
+    async def pretend(command: list[str]) -> float:
+        if command[1] == str(script):
+            drawn.append(module.options_of(command[2:]))
+            drawn[-1].only_answers.touch()
+        else:
+            assert command[2:5] == ["paceline.cli.main", "drafter", "train"]
+            trained.append(dict(zip(command[5::2], command[6::2], strict=True)))
+        return 1.0
+
+    monkeypatch.setattr(demo_runs, "run_to_end", pretend)
+    one = real_options(tmp_path, "frozen")
+    learned = tmp_path / "drafter-100/checkpoint/speculator"
+    assert await e2e._plan(one, 0, "frozen", 20).flags() == ("--frozen-drafter", str(learned))
+    continued = await e2e._plan(one, 1, "continued", 20).flags()
+    assert continued == (f"gateway.drafter={learned}", f"drafter_trainer.drafter={learned}")
+    (answered,), (words,) = drawn, trained
+    assert answered.model.name == "SmolLM2-135M-Instruct"
+    assert (answered.max_tokens, answered.system) == (24, "Reply with the number alone.")
+    assert (words["--steps"], words["--model"]) == ("100", str(answered.model))
+    assert Path(words["--data"]).parent == Path(words["--out"])
+
+
+async def test_as_many_runs_take_turns_as_memory_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together: list[list[str]] = []
+
+    async def pretend(plans: list[demo_runs.DemoPlan]) -> list[DemoRun]:
+        together.append([plan.arm for plan in plans])
+        return [run(plan.seed, plan.arm, 1000.0) for plan in plans]
+
+    monkeypatch.setattr(e2e, "finished_in_turns", pretend)
+    await e2e.run(real_options(tmp_path, "none,ngram,cotrained"))
+    assert together == [["none", "cotrained"], ["ngram"]]
+    with pytest.raises(InvalidInput, match="no such arm"):
+        await e2e.run(real_options(tmp_path, "scratch"))
+
+
+def test_the_pretrained_models_goals_are_equal_tokens_speed_and_the_best_arm_in_hindsight() -> None:
+    made = runs()
+    found = {one.name.partition(" 1.")[0]: one for one in compare(made, "t", REAL).goals}
+    assert found["share of runs with the tokens of none"].value == pytest.approx(2 / 3)
+    best = "rollout tokens/s, cotrained / ngram, the best arm in hindsight,"
+    assert found[best].value == pytest.approx(1.5 / 1.3)
+    assert found["rollout tokens/s, cotrained / none"].goal == 1.3
+    assert found["RL steps/s, cotrained / none"].goal == 1.15
+    assert len(found) == 4
 
 
 async def test_the_arms_are_drawn_side_by_side(tmp_path: Path) -> None:

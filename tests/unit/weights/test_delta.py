@@ -225,6 +225,7 @@ def test_a_version_with_most_elements_changed_is_left_to_a_full_push_before_any_
     changed = list(range(0, elements, 2))
     tensors = versions(changed, elements)
     small = encode_delta(*([one] for one in tensors), limit=FAR)
-    assert small is not None and small.changed == elements // 2
+    assert small is not None
+    assert small.changed == elements // 2
     monkeypatch.setattr("paceline.weights.delta._encoded", None)
     assert encode_delta(*([one] for one in tensors), limit=2 * elements // 16) is None
