@@ -35,9 +35,9 @@ from paceline.errors import ResourceExhausted
 from paceline.whole_files import write_whole
 
 FEWEST_ROWS, STEP, MANY_ROWS = 32, 16, 1024
-"""With fewer rows than FEWEST_ROWS, oneDNN's start-up cost exceeds the saving. It builds a kernel for
-each number of rows (2 ms for the matrices of a layer) and keeps a thousand. So it is used for
-multiples of STEP, and where one product is worth a kernel.
+"""With fewer rows than the first, oneDNN's start-up cost exceeds the saving. It builds a kernel for
+each number of rows (2 ms a layer) and keeps a thousand. So it is used for multiples of STEP, and
+where one product is worth a kernel.
 """
 WIDE = 512
 """Wider matrices are several times as fast in bfloat16 if the processor has such products."""
@@ -61,9 +61,8 @@ MOST_ROWS = 64
 """Largest number of rows for a measured form."""
 MEASURED_ROWS = (1, 2, 3, 4, 5, 8, 16, MOST_ROWS)
 """Numbers of rows that are timed; a number between two takes the form of the larger."""
-_TIMED_BYTES = 64 << 20
-"""Weights read per timing, more than the caches hold."""
-_TIMINGS = 5
+_TIMINGS, _TIMED_BYTES = 5, 64 << 20
+"""Timings of a form, and weights read in each of them: more than the caches hold."""
 _MARGIN = 1.05
 """Factor by which a form must be faster to replace the form for fewer rows, at first `linear`."""
 _QUIET = 1.25

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from paceline.errors import DataLoss
 from paceline.models.config import ModelConfig
-from paceline.models.products import rounds
+from paceline.models.products import prefers_bfloat16
 from paceline.services.drafter_trainer import metrics
 from paceline.services.drafter_trainer.config import DrafterOptimizerConfig, DrafterTrainerConfig
 from paceline.services.drafter_trainer.learn import membership
@@ -223,7 +223,7 @@ class DrafterLearner:
         """Adds this rank's row; steps the optimiser when the batch is complete."""
         self._bind(head)
         device = self.members.device
-        rounded = device.type == "cpu" and rounds(head.lm_head.shape[1], device)
+        rounded = device.type == "cpu" and prefers_bfloat16(head.lm_head.shape[1], device)
         with torch.autocast("cpu", torch.bfloat16, enabled=rounded):
             loss, positions, terms = self.sharded.net(on_device(row, device))
         loss.backward()
