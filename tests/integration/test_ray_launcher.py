@@ -22,22 +22,6 @@ from paceline.local.patience import patient
 
 pytestmark = [WITH_RAY, pytest.mark.ray, pytest.mark.timeout(600)]
 
-RULE = """
-import os
-from pathlib import Path
-
-import psutil
-
-class Own:
-    def __init__(self):
-        parent = psutil.Process(os.getppid())
-        with Path(__file__).with_name("scorers").open("a") as file:
-            file.write(f"{os.getpid()} {' '.join(parent.cmdline())}\\n")
-
-    def score(self, episode):
-        return len(episode.text) % 7 / 7
-"""
-
 
 @pytest.fixture(scope="module")
 def on_cluster() -> Iterator[list[str]]:

@@ -6,14 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
-from demo_runs import SMALL, demo, left_over
+from demo_runs import demo, left_over
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
 REAL = Path(__file__).parents[2] / "examples" / "real" / "real.toml"
 SIZES = (
-    *SMALL,
+    "coordinator.prompts_per_step=2",
     "coordinator.samples_per_task=2",
     "coordinator.sampling.max_tokens=8",
+    "coordinator.evaluation.heldout_prompts=2",
+    "coordinator.evaluation.probe_prompts=1",
 )
 
 
@@ -33,6 +35,6 @@ def test_a_pretrained_model_trains_two_steps_on_generated_tasks(
     (summary,) = tmp_path.glob("*/summary.json")
     found = json.loads(summary.read_text())
     assert (found["steps"], found["phase"]) == (2, "finished")
-    assert found["trajectories_published"] == found["trajectories_trained"] == 2 * 8
+    assert found["trajectories_published"] == found["trajectories_trained"] == 2 * 4
     assert found["trajectories_lost"] == 0
     assert (summary.parent / "report.html").is_file()
