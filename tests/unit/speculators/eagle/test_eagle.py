@@ -133,7 +133,7 @@ def test_a_wide_drafter_drafts_in_bfloat16_what_it_drafts_in_float32(
     setup = SpeculatorSetup(weights, 4, 64, torch.float32, 0, tmp_path / "drafter")
     found = []
     for wide in (False, True):
-        monkeypatch.setattr(products, "rounds", lambda *_, wide=wide: wide)
+        monkeypatch.setattr(products, "prefers_bfloat16", lambda *_, wide=wide: wide)
         batch = DraftBatch([1, 2], [TOKENS, 9], tokens, states)
         with torch.inference_mode():
             found.append(EagleDrafter(setup).propose(batch, DraftShape(1)))
