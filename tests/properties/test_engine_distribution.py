@@ -109,6 +109,8 @@ REJECTION = {"verification": "rejection"}
         pytest.param("dflash", "dflash:3_2_7", {}, marks=pytest.mark.slow),
         pytest.param("dflash", "dflash:3_1_4", REJECTION, marks=pytest.mark.slow),
         pytest.param("ngram", "ngram:4_1_5", REJECTION, marks=pytest.mark.slow),
+        ("self", "self:3_1_4", {}),
+        pytest.param("self", "self:3_1_4", REJECTION, marks=pytest.mark.slow),
     ],
 )
 def test_the_engines_sequences_follow_the_checkpoint(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline import processor
-from paceline.arm_names import OFF
+from paceline.arm_names import OFF, speculator_of
 from paceline.errors import ConfigError, PacelineError
 from paceline.local.processes import usable_cores
 from paceline.models.config import ModelConfig, read_config
@@ -250,6 +250,8 @@ def engine_plan(model: ModelConfig, gateway: Any, gpu: int) -> ServicePlan:
     small = parts["weights"] < processor.memory_bytes() // processor.PACKED_SHARE
     if embedded and small and not engine.profile and matrix >= processor.FEWEST_BYTES:
         parts["packed weights"] = parts["weights"]
+    if embedded and "self" in {gateway.drafter, *map(speculator_of, gateway.speculation.arms)}:
+        parts["rounded weights"] = parts["weights"] // ITEM[engine.dtype]
     return ServicePlan("gateway", gateway.worker_count, parts)
 
 

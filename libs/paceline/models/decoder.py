@@ -21,6 +21,7 @@ from paceline.models.config import ModelConfig
 
 Matrix: TypeAlias = Tensor | quantised.QuantisedMatrix
 """Weights [N, K] of a projection from K features to N."""
+AnyMatrix: TypeAlias = Matrix | quantised.PackedMatrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class LayerWeights:
 
     input_norm: Tensor | None
     """[H]; None: the layer's input is not normalised."""
-    qkv: Matrix
+    qkv: AnyMatrix
     """[(Nq + 2 Nkv) D, H], or as wide as a drafter's projection; query and key heads are
     interleaved
     """
@@ -37,15 +38,15 @@ class LayerWeights:
     """[(Nq + 2 Nkv) D]"""
     qk_norm: Tensor | None
     """[Nq + Nkv, D]; interleaved"""
-    output: Matrix
+    output: AnyMatrix
     """[H, Nq D]"""
     output_bias: Tensor | None
     """[H]"""
     post_norm: Tensor
     """[H]"""
-    gate_up: Matrix
+    gate_up: AnyMatrix
     """[2 F, H]"""
-    down: Matrix
+    down: AnyMatrix
     """[H, F]"""
 
 
@@ -251,17 +252,17 @@ def finish_layer(layer: LayerWeights, x: Tensor, attended: Tensor, eps: float) -
     return add_projected(x, functional.silu(gate).mul_(up), layer.down)
 
 
-def project(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+def project(x: Tensor, weight: AnyMatrix, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias: [M, N] of x [M, K]."""
-    if isinstance(weight, quantised.QuantisedMatrix):
+    if not isinstance(weight, Tensor):
         product = weight.product(x)
         return product if bias is None else product.add_(bias)
     return products.linear(x, weight, bias)
 
 
-def add_projected(residual: Tensor, x: Tensor, weight: Matrix) -> Tensor:
+def add_projected(residual: Tensor, x: Tensor, weight: AnyMatrix) -> Tensor:
     """residual + x W^T: [M, N] of residual [M, N] and x [M, K]."""
-    if isinstance(weight, quantised.QuantisedMatrix):
+    if not isinstance(weight, Tensor):
         return weight.product(x).add_(residual)
     return products.added(residual, x, weight)
 

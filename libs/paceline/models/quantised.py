@@ -67,6 +67,35 @@ class QuantisedMatrix:
         return self.values.float() * self.scales.float()[:, None]
 
 
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """A matrix W [N, K] in int8 with a scale per row, in the layout of torch's fastest CPU product.
+
+    One core: half of the time of `int8_w8a8`. Activations are rounded with one scale for all rows,
+    so a row's result depends on the batch: for drafts only.
+    """
+
+    values: object
+
+    def product(self, x: Tensor) -> Tensor:
+        """x W^T: [M, N] of activations x [M, K]."""
+        found: Tensor = torch.ops.quantized.linear_dynamic(x.float(), self.values, _SEVEN_BITS)
+        return found.to(x.dtype)
+
+
+_SEVEN_BITS = not torch.cpu._is_vnni_supported()
+"""Whether activations have seven bits, since sums of older instructions overflow with eight."""
+
+
+def packed(weight: Tensor | QuantisedMatrix) -> PackedMatrix:
+    """A matrix [N, K] on the CPU, rounded by at most half a step."""
+    exact = (weight if isinstance(weight, Tensor) else weight.whole()).float()
+    scales = exact.abs().amax(1).clamp_(min=EPSILON).div_(LARGEST).double()
+    zeros = torch.zeros(len(exact), dtype=torch.int64)
+    rounded = torch.quantize_per_channel(exact, scales, zeros, 0, torch.qint8)
+    return PackedMatrix(torch.ops.quantized.linear_prepack(rounded, None))
+
+
 def _int8_product(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
     """int8 weights, unrounded activations."""
     if x.dtype == torch.bfloat16 and x.shape[0] <= FUSED_ROWS and x.device.type == "cpu":

@@ -304,6 +304,19 @@ def draw(
     return Draw(tokens, logprobs.gather(1, tokens[:, None])[:, 0], gaps)
 
 
+def draw_likely(logits: Tensor, positions: Tensor, params: DrawParams) -> tuple[Tensor, Tensor]:
+    """Tokens int64 [N] and gaps float64 [N] as of `draw`, among the CANDIDATES likeliest tokens of
+    each row alone: for drafts.
+    """
+    count = min(2 if params.all_greedy else CANDIDATES, logits.shape[-1])
+    scores, ids = logits.topk(count, dim=-1)
+    scores = behavior_logprobs(scores, params.temperatures).double()
+    if params.any_masked and not params.all_greedy:
+        scores.masked_fill_(~_kept(scores, params), float("-inf"))
+    drawn, gaps = _top_two(scores, positions, params, ids)
+    return ids.gather(1, drawn[:, None])[:, 0], gaps
+
+
 def _draw_of_few(
     scores: Tensor, positions: Tensor, params: DrawParams, sizes: Sequence[int]
 ) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from paceline.errors import DataLoss, MissingCapability
+from paceline.models.cache import StaticCache
 from paceline.models.decoder import DecoderWeights
+from paceline.models.sampling import DrawParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,11 @@ class DraftBatch:
     """[B] prompt tokens of each sequence, after which its answer begins; (): unknown."""
     policy_version: int = 0
     """Policy version that draws the next tokens."""
+    kv: StaticCache | None = None
+    """The policy's keys and values of positions 0 .. n - 2. Those from n - 1 on may be overwritten.
+    """
+    draws: DrawParams | None = None
+    """B rows: the settings of the draws to come, if `Speculator.uses_noise`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +127,8 @@ class Speculator:
 
     trainable = False
     """True when weights can be swapped."""
+    uses_noise = False
+    """True if drafts use the requests' noise."""
 
     @property
     def capture(self) -> CaptureSpec:
@@ -130,8 +139,9 @@ class Speculator:
         """Drafts for positions n, n + 1, ...: the most likely drafts that the speculator finds
         within the shape.
 
-        Proposals never depend on the draws of verification, and need no `catch_up` before. States
-        from own features are replaced by states from true hidden states.
+        Proposals never depend on the draws of verification, except by `DraftBatch.draws`, and need
+        no `catch_up` before. States from own features are replaced by states from true hidden
+        states.
         """
         raise NotImplementedError
 
@@ -156,6 +166,9 @@ class Speculator:
 
     def bind(self, target: DecoderWeights) -> None:
         """Uses embed_tokens and lm_head of this target from now on."""
+
+    def release(self) -> None:
+        """Frees copies of the target's weights until `bind`."""
 
     def load_state(self, directory: Path) -> object:
         """Reads a version beside the serving one; the result is for `commit_state`.

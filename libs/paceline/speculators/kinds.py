@@ -141,6 +141,8 @@ class SpeculatorKind:
     shapes: tuple[str, ...] = ("3_1_4", "5_1_6")
     """Default drafts of the embedded engine: steps, topk, draft tokens."""
     inner_layers: InnerLayers = last_state_only
+    trees: bool = True
+    """False: the embedded engine drafts chains only."""
     sglang: SGLangSupport | None = None
     """None: SGLang cannot serve it."""
 
@@ -211,6 +213,12 @@ _KINDS = (
         "paceline.speculators.ngram:NgramSpeculator",
         shapes=("4_1_5",),
         sglang=SGLangSupport("NGRAM", ("4_1_5",), trees=False),
+    ),
+    SpeculatorKind(
+        "self",
+        "paceline.speculators.own_weights:SelfDrafter",
+        shapes=("2_1_3", "4_1_5", "7_1_8"),
+        trees=False,
     ),
 )
 SPECULATORS = {kind.name: kind for kind in _KINDS}

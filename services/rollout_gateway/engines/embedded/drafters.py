@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.arm_names import OFF, ArmName, TreeSize, parse_arm
+from paceline.arm_names import OFF, ArmName, TreeSize, parse_arm, speculator_of
 from paceline.errors import ConfigError, WeightsError
 from paceline.models.decoder import DecoderWeights
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
@@ -60,8 +60,10 @@ def engine_kinds(spec: EmbeddedSpec) -> Kinds:
             if directory is not None
             else find_kind(spec.drafter)
         )
-        # n-grams have no weights to load: they draft beside any kind
+        # Kinds without weights to load draft beside any kind: n-grams always, others by their arms.
         named = [first, *more, SPECULATORS["ngram"]]
+        if "self" in map(speculator_of, spec.arms):
+            named.append(SPECULATORS["self"])
     kinds: dict[str, SpeculatorKind] = {}
     for kind in named:
         if kinds.setdefault(kind.name, kind) is not kind:
@@ -81,7 +83,9 @@ def engine_arms(spec: EmbeddedSpec, kinds: Kinds) -> dict[str, ArmName]:
     """
     speculators = {**kinds.trained, **kinds.untrained}
     names = spec.arms or tuple(arm for kind in speculators.values() for arm in kind.arms)
-    trees = dict.fromkeys(speculators, spec.verification != "rejection")
+    trees = {
+        name: kind.trees and spec.verification != "rejection" for name, kind in speculators.items()
+    }
     wanted = (OFF, *(name for name in names if name != OFF))
     return {name: parse_arm(name, trees, LARGEST) for name in wanted}
 
@@ -236,6 +240,11 @@ class Drafters:
         """Move a sequence to another slot."""
         for speculator in self.live.values():
             speculator.move(source, destination, length)
+
+    def release(self) -> None:
+        """Free copies of the target's weights until `bind`."""
+        for speculator in self.live.values():
+            speculator.release()
 
     def bind(self, target: DecoderWeights) -> None:
         """Draft for new target weights."""

@@ -147,6 +147,8 @@ class Speculation:
         """
         if self.rejection:
             parts = [_sampling(part, params, last.device) for part in parts]
+        else:
+            parts = [_with_noise(part, params, last.device) for part in parts]
         drafted = [replace(part, drafts=self._propose(part)) for part in parts]
         drafts = verify.merge_drafts(
             len(last), [(part.members, part.drafts) for part in drafted if part.drafts is not None]
@@ -244,7 +246,15 @@ def draft_batch(
         store.hidden,
         prompts=[len(sequence.request.prompt) for sequence in rows],
         policy_version=version,
+        kv=store.kv,
     )
+
+
+def _with_noise(part: DraftPart, params: sampling.DrawParams, device: torch.device) -> DraftPart:
+    if not part.speculator.uses_noise:
+        return part
+    own = params.rows(torch.tensor(part.members, device=device))
+    return replace(part, batch=replace(part.batch, draws=own))
 
 
 def _sampling(part: DraftPart, params: sampling.DrawParams, device: torch.device) -> DraftPart:

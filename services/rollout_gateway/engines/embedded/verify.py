@@ -4,8 +4,8 @@ Pure functions arrange chains, trees and rows of unequal size in one block.
 
 Same draws: at every node, draw x from the target with the request's own noise for that position,
 and follow the child equal to x. The first x without an equal child is emitted and ends the round.
-So every emitted token is the draw of decoding without drafts, for any drafts that do not depend on
-the draws.
+So every emitted token is the draw of decoding without drafts, for any drafts, even those drawn with
+the same noise.
 
 Rejection (Leviathan et al. 2023, arXiv 2211.17192): drafts form chains and are drawn from the
 drafter's distribution q. Accept draft x with probability min(1, p(x) / q(x)). On rejection, draw

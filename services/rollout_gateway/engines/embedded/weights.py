@@ -77,6 +77,7 @@ class EngineWeights:
     def release(self) -> int:
         """Free the policy's storages until `resume`; returns bytes."""
         self._released, freed = True, 0
+        self._speculation.drafters.release()
         for tensor in in_place.storages(self.policy).values():
             freed += tensor.nbytes + products.free_copy(tensor)
             tensor.untyped_storage().resize_(0)  # other references keep the tensor's shape

@@ -21,7 +21,7 @@ PROMPT = (3, 8, 5)
 COUNT = 400
 
 
-@pytest.mark.parametrize("arm", ["eagle:3_1_4", "ngram:4_1_5"])
+@pytest.mark.parametrize("arm", ["eagle:3_1_4", "ngram:4_1_5", "self:3_1_4"])
 def test_forbidden_tokens_are_never_said_and_the_rest_as_often_as_the_model_says(
     tmp_path: Path, arm: str
 ) -> None:

@@ -29,6 +29,7 @@ from paceline.trajectory import NEAR_TIE_GAP, Target, VersionSet
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 ARMS = ("eagle:3_1_4", "eagle:5_1_6", "eagle:4_3_10", "eagle:6_4_16", "ngram:4_1_5", "ngram:4_3_9")
+ARMS += ("self:2_1_3", "self:4_1_5")
 DEMO = {"vocab_size": 320, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 12}
 
 
@@ -127,6 +128,8 @@ def test_same_seed_same_tokens_with_any_arm_and_batch(
         ("eagle:6_4_16", {"max_batch": 5}),
         ("ngram:4_1_5", {"max_batch": 16}),
         ("ngram:4_3_9", {"verify_budget": False}),
+        ("self:2_1_3", {"verify_budget": False}),
+        ("self:4_1_5", {"max_batch": 5}),
         ("", {"prefill_tokens": 16, "bandit": {"kind": "epsilon_greedy", "epsilon": 1.0}}),
     ):
         engine = build(tmp_path, arms=ARMS, **options)
@@ -299,6 +302,7 @@ def test_an_engine_without_weights_to_swap_says_so(tmp_path: Path) -> None:
         ({"arms": ("eagle:3_1_5",)}, ConfigError, "4 draft tokens"),
         ({"arms": ("eagle:16_1_17",)}, ConfigError, "steps 1-15"),
         ({"arms": ("medusa:3_1_4",)}, ConfigError, "medusa"),
+        ({"arms": ("self:3_2_7",)}, ConfigError, "self drafts chains"),
         ({"drafter": "ngram", "arms": ("eagle:3_1_4",)}, ConfigError, "eagle"),
         ({"arms": ("fast",)}, ConfigError, "fast"),
     ],

@@ -1,0 +1,94 @@
+"""Drafts with the policy's own weights, rounded to eight bits (EfficientRollout, arXiv 2606.18967).
+
+The copy follows the policy at each commit, so it needs no training and is never stale. It attends
+to the policy's own keys and values, and writes those of its drafts behind them; verification writes
+the same cells again before anything else reads them. So it has no cache and nothing to catch up.
+
+Drafts use the request's own noise. A rounded policy nearly always draws the policy's token with it,
+at any temperature. Every token is still the policy's draw: see engines/embedded/verify.py.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from paceline.errors import MissingCapability
+from paceline.models import cache, decoder, quantised, sampling
+from paceline.speculators import base
+
+SHARPNESS = 4.0
+"""Factor of a draft's gap in its score; the budget calibrates scores."""
+
+
+class SelfDrafter(base.Speculator):
+    """The speculator "self" (see speculators/base.py for the methods)."""
+
+    capture = base.CaptureSpec(last=False)
+    uses_noise = True
+
+    def __init__(self, setup: base.SpeculatorSetup) -> None:
+        self.bind(setup.target)
+
+    def bind(self, target: decoder.DecoderWeights) -> None:
+        """Rounds this target's weights, matrix by matrix. Raises MissingCapability on a GPU."""
+        if target.head.device.type != "cpu":
+            message = "the drafter `self` has products for the CPU only"
+            raise MissingCapability(message, seen=target.head.device, allowed="cpu")
+        self.release()
+        self._head = quantised.packed(target.head)
+        self._weights = replace(target, layers=tuple(map(_rounded, target.layers)))
+
+    def release(self) -> None:
+        """Frees the rounded weights until `bind`."""
+        self._weights = self._head = None  # type: ignore[assignment]
+
+    def propose(self, batch: base.DraftBatch, shape: base.DraftShape) -> base.Drafts:
+        """The chain of the draws of the rounded policy."""
+        device = batch.token_ids.device
+        rows = cache.cache_rows(batch.slots)
+        lengths = torch.tensor(batch.lengths, device=device)
+        token = batch.token_ids[torch.tensor(batch.slots, device=device), lengths - 1]
+        tokens: list[Tensor] = []
+        scores: list[Tensor] = []
+        for step in range(shape.steps):
+            logits = self._forward(batch, rows, token, lengths + (step - 1), step)
+            token, share = _chosen(batch, logits, lengths + step, step)
+            tokens.append(token)
+            scores.append(scores[-1] * share if scores else share)
+            if shape.floor > 0 and bool(scores[-1].max() < shape.floor):
+                break
+        return base.Drafts(torch.stack(tokens, dim=1), torch.stack(scores, dim=1).float())
+
+    def _forward(
+        self,
+        batch: base.DraftBatch,
+        rows: slice | Tensor,
+        tokens: Tensor,
+        positions: Tensor,
+        step: int,
+    ) -> Tensor:
+        """Logits [B, V] behind tokens int64 [B] at positions int64 [B]."""
+        assert batch.kv is not None
+        weights, length = self._weights, max(batch.lengths) + step
+        block = decoder.make_block(
+            weights.config, weights.rotation, batch.kv, rows, positions[:, None], length
+        )
+        return self._head.product(decoder.forward_hidden(weights, batch.kv, tokens, block))
+
+
+def _chosen(
+    batch: base.DraftBatch, logits: Tensor, positions: Tensor, step: int
+) -> tuple[Tensor, Tensor]:
+    """Tokens int64 [B] at positions int64 [B], and their scores [B]."""
+    if batch.sampler is not None:
+        token = batch.sampler(logits, step)
+        return token, torch.softmax(logits, dim=-1).gather(1, token[:, None])[:, 0]
+    assert batch.draws is not None
+    token, gaps = sampling.draw_likely(logits, positions, batch.draws)
+    return token, torch.sigmoid(SHARPNESS * gaps)
+
+
+def _rounded(layer: decoder.LayerWeights) -> decoder.LayerWeights:
+    names = ("qkv", "output", "gate_up", "down")
+    return replace(layer, **{name: quantised.packed(getattr(layer, name)) for name in names})
