@@ -111,8 +111,7 @@ def padded_loss(net: EagleNet, samples: Sequence[FeatureSample]) -> Objective:
         valid=valid.flatten(),
         lm_head_hash="",
     )
-    places = torch.arange(len(flat))
-    return net.objective([(features.flatten(0, 1), places, places >= 0)], row)
+    return net.objective(features.flatten(0, 1), row)
 
 
 def compare(batches: int = 40, *, samples: int = 32, seed: int = 0) -> PackingRates:

@@ -23,7 +23,6 @@ from paceline.services.rollout_gateway.engines.embedded import verify as rules
 from paceline.services.rollout_gateway.engines.embedded.verify import (
     ChainSampler,
     Nodes,
-    node_depths,
     verify,
     verify_drawn,
 )
@@ -123,7 +122,7 @@ def same_draw_tree(counts: tuple[int, ...]) -> Rule:
             leaves = list(range(at_nodes.shape[1], at_nodes.shape[1] + ends.shape[1]))
             at_nodes = torch.cat((at_nodes, ends), dim=1)
         above = torch.tensor(parents).expand(len(seeds), -1)
-        nodes = Nodes(torch.cat(tokens, dim=1), above, node_depths(above))
+        nodes = Nodes(torch.cat(tokens, dim=1), above, sampling.node_depths(above, above))
         logits = at(TARGET, at_nodes).flatten(0, 1)
         verdict = verify(
             logits, nodes, nodes.positions(PROMPT + lengths), settings(seeds, len(parents))

@@ -6,11 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.models import sampling
 from paceline.models.sampling import DrawParams, draw
 from paceline.services.rollout_gateway.engines.embedded.verify import (
     Nodes,
     accepted_drafts,
-    node_depths,
     verify,
 )
 from paceline.services.rollout_gateway.engines.requests.draws import follow
@@ -114,7 +114,7 @@ def test_any_trees_give_the_tokens_of_plain_decoding(
         above = torch.tensor([[0, *parents]])
         ids = torch.tensor([[context[-1], *tokens]])
         kept = (ids.flatten() >= 0).nonzero()[:, 0] if ragged else None
-        nodes = Nodes(ids, above, node_depths(above), kept)
+        nodes = Nodes(ids, above, sampling.node_depths(above, above), kept)
         logits = torch.stack([next_logits((*context, *path)) for path in paths])
         positions = nodes.positions(torch.tensor([len(context)]))
         count = len(paths) if kept is None else len(kept)

@@ -8,7 +8,7 @@ position t. Its output predicts h_{t+1}, and lm_head of the output predicts toke
 target's last hidden state after the final norm.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 import torch
@@ -36,8 +36,6 @@ class EagleOptions(vocabulary.LimitedOptions):
     """Weight of SmoothL1 on features."""
     token_weight: float = Field(default=0.1, ge=0)
     """Weight of the soft cross-entropy on tokens."""
-    ttt_steps: int = Field(default=1, ge=1)
-    """Drafts of a chain that are trained together: later drafts read the drafter's own features."""
 
 
 class EagleLayer(nn.Module):
@@ -104,36 +102,24 @@ class EagleNet(layer_net.ChainNet):
 
         of outputs f_t at valid positions. Tokens are taught where the likeliest one is draftable.
         """
-        return self.objective(self.unroll(row, self.options.ttt_steps), row)
+        features, _, _ = next(self.unroll(row, 1))
+        return self.objective(features, row)
 
-    def objective(
-        self, chain: Iterable[tuple[Tensor, Tensor, Tensor]], row: packed.PackedRow
-    ) -> net.Objective:
-        """The loss of a chain's outputs, see forward and ChainNet.unroll."""
+    def objective(self, features: Tensor, row: packed.PackedRow) -> net.Objective:
+        """The loss of outputs [T, H] for a row, see forward."""
         row, options = row.taught(self.head), self.options
-        taught, sums = self.draftable(row), row.next_states.new_zeros(2)
-        terms = dict[str, Tensor]()
-        for step, (features, there, inside) in enumerate(chain):
-            counted = inside & row.valid[there]
-            feature = functional.smooth_l1_loss(
-                features[counted], row.next_states[there[counted]], reduction="none"
-            ).mean(dim=-1)
-            counted = counted & taught[there]
-            losses, right, _ = net.soft_losses(
-                self.logits(features[counted]), row, there[counted], self.draft_ids
-            )
-            sums = sums + torch.stack((feature.sum(), losses.sum()))
-            if step == 0:
-                parts = (*sums.detach(), right.sum())
-                terms = dict(zip(("feature", "token", "correct"), parts, strict=True))
-        loss = options.feature_weight * sums[0] + options.token_weight * sums[1]
-        return net.Objective(loss, row.valid.sum(), terms)
-
-    def column_scales(self) -> dict[str, Tensor]:
-        """See DraftNet.column_scales: embeddings are far smaller than states, which are about 1."""
-        scales = self.embed.new_ones(2, self.config.hidden_size)
-        scales[0] = self.embed.square().mean().rsqrt()
-        return {"fc.weight": scales.flatten()}
+        predicted, wanted = features[row.valid], row.next_states[row.valid]
+        feature = functional.smooth_l1_loss(predicted, wanted, reduction="none").mean(dim=-1).sum()
+        places = (row.valid & self.draftable(row)).nonzero()[:, 0]
+        losses, right, _ = net.soft_losses(
+            self.logits(features[places]), row, places, self.draft_ids
+        )
+        token = losses.sum()
+        return net.Objective(
+            loss=options.feature_weight * feature + options.token_weight * token,
+            positions=row.valid.sum(),
+            terms={"feature": feature.detach(), "token": token.detach(), "correct": right.sum()},
+        )
 
     def fused(self, states: Tensor) -> Tensor:
         """See ChainNet.fused: the last hidden states as they are."""

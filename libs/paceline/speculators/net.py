@@ -118,12 +118,6 @@ class DraftNet(nn.Module, ABC):
             and not HEADS & set(name.split("."))
         ]
 
-    def column_scales(self) -> dict[str, Tensor]:
-        """By name of a matrix [M, N]: factors [N] that bring its inputs to one size, for a network
-        that is bound; by default none.
-        """
-        return {}
-
     # ---- learning
 
     @abstractmethod

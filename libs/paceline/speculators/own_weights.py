@@ -9,6 +9,7 @@ at any temperature. Every token is still the policy's draw: see engines/embedded
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,4 +92,5 @@ def _chosen(
 
 def _rounded(layer: decoder.LayerWeights) -> decoder.LayerWeights:
     names = ("qkv", "output", "gate_up", "down")
-    return replace(layer, **{name: quantised.packed(getattr(layer, name)) for name in names})
+    rounded: dict[str, Any] = {name: quantised.packed(getattr(layer, name)) for name in names}
+    return replace(layer, **rounded)

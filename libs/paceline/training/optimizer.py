@@ -98,8 +98,6 @@ class Muon(Optimizer):
     def __init__(self, matrices: Iterable[Tensor], **settings: Any) -> None:
         """`settings`: lr, momentum, weight_decay and iterations."""
         super().__init__(matrices, settings)
-        self.columns = defaultdict[int, Tensor | float](lambda: 1.0)
-        """By the identity of a matrix: see `NamedOptimizer.scale_columns`."""
         for group in self.param_groups:
             for matrix in group["params"]:
                 self.state[matrix] = {MOMENTUM: torch.zeros_like(matrix)}
@@ -114,7 +112,6 @@ class Muon(Optimizer):
                 ahead = [self._ahead(matrix, group["momentum"]) for matrix in batch]
                 directions = orthogonalised(ahead, group["iterations"])
                 for matrix, direction in zip(batch, directions, strict=True):
-                    direction *= self.columns[id(matrix)]
                     _move(matrix, direction, group["lr"], group["weight_decay"])
 
     def _ahead(self, matrix: Tensor, beta: float) -> Tensor:
@@ -123,8 +120,7 @@ class Muon(Optimizer):
         assert gradient is not None
         average = self.state[matrix][MOMENTUM].lerp_(gradient, 1 - beta)
         ahead = gradient.lerp(average, beta)
-        whole = ahead.full_tensor() if isinstance(ahead, DTensor) else ahead
-        return whole * self.columns[id(matrix)]
+        return ahead.full_tensor() if isinstance(ahead, DTensor) else ahead
 
 
 def _move(matrix: Tensor, direction: Tensor, lr: float, weight_decay: float) -> None:
@@ -211,14 +207,6 @@ class NamedOptimizer:
                 iterations=iterations,
             )
             self._parts.append(muon)
-
-    def scale_columns(self, scales: Mapping[str, Tensor]) -> None:
-        """Muon moves these matrices [M, N], by name, as if column n were W[:, n] / scales[n] and
-        its input scales[n] times as large. Inputs of unequal sizes then learn at one rate.
-        """
-        for part in self._parts:
-            if isinstance(part, Muon):
-                part.columns |= {id(self.parameters[name]): one for name, one in scales.items()}
 
     def moments(self, name: str) -> dict[str, Tensor]:
         """Moments of one parameter, live; AdamW's include its step."""

@@ -241,7 +241,6 @@ class DrafterLearner:
             device = self.members.device
             self.sharded.net.bind(head.embed_tokens.to(device), head.lm_head.to(device))
             self._bound = head
-            self.sharded.optimizer.scale_columns(self.sharded.net.column_scales())
 
     def _optimizer_step(self) -> bool:
         """Returns False if the gradient was not finite: it is dropped, and no step is counted."""

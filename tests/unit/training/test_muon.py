@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
-from paceline.training.optimizer import COEFFICIENTS, RMS, Muon, NamedOptimizer, orthogonalised
+from paceline.training.optimizer import COEFFICIENTS, RMS, Muon, orthogonalised
 
 LARGER = RMS / 0.2
 """Ratio of an update to torch's update at the same rate."""
@@ -49,26 +48,6 @@ def test_an_iteration_is_the_quintic_on_the_singular_values(
     found = orthogonalised([matrix], iterations)[0]
     assert found.shape == matrix.shape
     assert np.abs(found.numpy() - expected).max() < 1e-4
-
-
-@pytest.mark.parametrize("shape", SHAPES[1:4])
-def test_a_matrix_with_scaled_columns_moves_as_one_with_scaled_inputs(
-    shape: tuple[int, int],
-) -> None:
-    scales = torch.linspace(0.5, 9, shape[1])
-    own, other = (gradient(shape, seed).requires_grad_() for seed in (1, 1))
-    with torch.no_grad():
-        other /= scales
-    config = DrafterOptimizerConfig(lr=0.02, clip_norm=1e9, warmup_steps=0)
-    scaled, plain = (
-        NamedOptimizer({"w": one}, config, matrices=["w"], iterations=3) for one in (own, other)
-    )
-    scaled.scale_columns({"w": scales})
-    for step in (1, 2):
-        own.grad, other.grad = gradient(shape, step), gradient(shape, step) * scales
-        scaled.step(step)
-        plain.step(step)
-        torch.testing.assert_close(own, other * scales, rtol=1e-5, atol=1e-5)
 
 
 @given(rows=st.integers(1, 40), columns=st.integers(1, 40), seed=st.integers(0, 10**6))

@@ -132,19 +132,7 @@ def arrange(last: Tensor, drafts: Drafts, *, whole: bool = False) -> Nodes:
     if drafts.parents is None:
         return Nodes(tokens, kept=kept)
     parents = torch.cat((torch.zeros_like(last), drafts.parents), dim=1)
-    return Nodes(tokens, parents, node_depths(parents), kept)
-
-
-def node_depths(parents: Tensor) -> Tensor:
-    """Edges from the root, int64 [B, Q]. parents: int64 [B, Q], the root its own parent."""
-    depths, above = torch.zeros_like(parents), parents
-    nodes = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
-    while True:
-        climbing = nodes > 0
-        if not bool(climbing.any()):
-            return depths
-        depths += climbing
-        nodes, above = above, parents.gather(1, above)
+    return Nodes(tokens, parents, sampling.node_depths(parents, parents), kept)
 
 
 def ancestors(parents: Tensor, deepest: int) -> Tensor:

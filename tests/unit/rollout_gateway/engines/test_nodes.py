@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_models import load_model, save_random
 
+from paceline.models import sampling
 from paceline.models.cache import StaticCache
 from paceline.models.decoder import forward_hidden, head_logits, make_block
 from paceline.services.rollout_gateway.engines.embedded.budget import (
@@ -30,7 +31,6 @@ from paceline.services.rollout_gateway.engines.embedded.verify import (
     ancestors,
     arrange,
     merge_drafts,
-    node_depths,
 )
 from paceline.speculators.base import Drafts
 
@@ -57,7 +57,7 @@ def climb(parents: list[int], node: int) -> list[int]:
 def test_depths_and_ancestors_are_those_of_climbing_to_the_root(rows: list[list[int]]) -> None:
     parents = [[0, *row] for row in rows]
     depths, seen = (
-        node_depths(torch.tensor(parents)),
+        sampling.node_depths(torch.tensor(parents), torch.tensor(parents)),
         ancestors(torch.tensor(parents), len(rows[0])),
     )
     for row, above in enumerate(parents):

@@ -115,14 +115,6 @@ def test_engine_drafts_what_the_trainers_chain_predicts(
             torch.testing.assert_close(drafts.scores[row], expected, rtol=1e-4, atol=1e-6)
 
 
-def test_embeddings_learn_as_inputs_of_the_size_of_states(tmp_path: Path) -> None:
-    save_random(tmp_path, "llama")
-    net = rough_net(load_model(tmp_path, dtype=torch.float32))
-    scales = net.column_scales()["fc.weight"]
-    assert float((net.embed * scales[:48]).square().mean()) == pytest.approx(1, rel=1e-4)
-    assert torch.equal(scales[48:], torch.ones(48))
-
-
 def test_a_wide_drafter_drafts_in_bfloat16_what_it_drafts_in_float32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
