@@ -90,5 +90,10 @@ def _chosen(
 
 
 def _rounded(layer: decoder.LayerWeights) -> decoder.LayerWeights:
-    names = ("qkv", "output", "gate_up", "down")
-    return replace(layer, **{name: quantised.packed(getattr(layer, name)) for name in names})
+    return replace(
+        layer,
+        qkv=quantised.packed(layer.qkv),
+        output=quantised.packed(layer.output),
+        gate_up=quantised.packed(layer.gate_up),
+        down=quantised.packed(layer.down),
+    )
