@@ -71,8 +71,8 @@ class QuantisedMatrix:
 class PackedMatrix:
     """A matrix W [N, K] in int8 with a scale per row, in the layout of torch's fastest CPU product.
 
-    Takes two thirds of the time of `int8_w8a8`. Activations are rounded with one scale for all rows,
-    so a row's result depends on the batch: for drafts only.
+    It takes two thirds of the time of `int8_w8a8`. Activations are rounded with one scale for all
+    rows, so a row's result depends on the batch: for drafts only.
     """
 
     values: object

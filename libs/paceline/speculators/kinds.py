@@ -217,7 +217,7 @@ _KINDS = (
     SpeculatorKind(
         "self",
         "paceline.speculators.own_weights:SelfDrafter",
-        shapes=("2_1_3", "4_1_5", "7_1_8"),
+        shapes=("2_1_3", "4_1_5"),
         trees=False,
     ),
 )

@@ -9,6 +9,7 @@ at any temperature. Every token is still the policy's draw: see engines/embedded
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,10 +91,6 @@ def _chosen(
 
 
 def _rounded(layer: decoder.LayerWeights) -> decoder.LayerWeights:
-    return replace(
-        layer,
-        qkv=quantised.packed(layer.qkv),
-        output=quantised.packed(layer.output),
-        gate_up=quantised.packed(layer.gate_up),
-        down=quantised.packed(layer.down),
-    )
+    names = ("qkv", "output", "gate_up", "down")
+    rounded: dict[str, Any] = {name: quantised.packed(getattr(layer, name)) for name in names}
+    return replace(layer, **rounded)
