@@ -75,7 +75,7 @@ def loopback() -> str:
         try:
             with socket.socket(family) as probe:
                 probe.bind((host, 0))
-        except OSError:  # this host lacks the address or the family
+        except OSError:  # the host lacks the address or the family
             continue
         return spelled(host)
     return _LOOPBACKS[0][1]  # the first use of this address reports the fault

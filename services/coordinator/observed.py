@@ -244,8 +244,8 @@ def _waits_for(phase: Phase, state: State) -> str:
 
 
 def merge_gateways(answers: Sequence[Sequence[Part]], of_each: int) -> list[Part]:
-    """The parts of all gateways as those of one: the gateway with the latest progress among the
-    busy ones, with the counts of all, then all workers.
+    """The parts of all gateways in the form of one gateway's parts: the busy gateway with the
+    latest progress, with the counts of all gateways, then all workers.
     """
     fronts, workers = [parts[0] for parts in answers], list[Part]()
     for number, parts in enumerate(answers):

@@ -119,7 +119,7 @@ class Tracking:
             try:
                 waiting.put(None, timeout=CLOSE_S)
             except queue.Full:
-                continue  # its thread is a daemon
+                continue  # the tracker's thread is a daemon
         for thread in self._threads:
             thread.join(CLOSE_S)
             if thread.is_alive():

@@ -102,7 +102,7 @@ class DrafterTrainerConfig(ServiceConfig):
     niceness: int = Field(default=10, ge=0, le=19)
     """Niceness of the ranks, below rollouts on the same CPU."""
     micro_batch_ms: ClassVar[float] = 40.0
-    """Target maximum of a micro-batch, milliseconds of a rank's own time."""
+    """Planned longest duration of a micro-batch, milliseconds of a rank's own time."""
     micro_batch_bytes: ClassVar[int] = 64 << 20
     """Maximum size of the hidden states and draft logits of a micro-batch, bytes."""
     micro_batches_per_step: int = Field(default=4, ge=1)

@@ -245,7 +245,7 @@ class DrafterDriver:
             case messages.Saved():
                 pass  # WatchedRanks returns it to the caller
             case m.SlotsJoined(epoch) | m.Stopped(epoch) if lease is None or lease.epoch != epoch:
-                pass  # of a lease that is over
+                pass  # an answer for a lease that has ended
             case m.SlotsJoined() if lease is not None:
                 lease.joined(message)
             case m.Stopped() if lease is not None:

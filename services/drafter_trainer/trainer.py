@@ -117,7 +117,7 @@ class Activation:
     """Counters of one lease."""
 
     epoch: int
-    slots: Sequence[int]  # it trains on
+    slots: Sequence[int]  # slots that the drafter trains on
     began: float = field(default_factory=time.monotonic)
     first_step_s: float = 0.0  # until the first micro-batch began
     steps: int = 0

@@ -37,7 +37,7 @@ _log = get_logger(__name__)
 
 
 SERVICE_NAME = "paceline.v1.PolicyService"
-STOP_GRACE_S = 20.0  # of a clean stop with its last checkpoint; orchestrators kill after 30
+STOP_GRACE_S = 20.0  # time of a clean stop with the last checkpoint; orchestrators kill after 30 s
 RANK_GRACE_S = 3.0  # until a rank is killed: longer than telemetry.shutdown takes
 
 
@@ -155,7 +155,9 @@ class PolicyServicer(PolicyServiceServicer):
         if isinstance(news, m.Stepped):
             self._progress = news.progress
         elif isinstance(news, messages.Saved):
-            newest = max(news.version, self._progress.checkpoint_version)  # it may be the best one
+            newest = max(
+                news.version, self._progress.checkpoint_version
+            )  # the newest may be the best
             self._progress = dataclasses.replace(self._progress, checkpoint_version=newest)
 
 

@@ -62,7 +62,7 @@ class PolicyTrainer:
         self._writer.kept = best.policy_version if best else None
         self._copied: Mapping[str, Any] | None = None  # copies of the last checkpoint, for reuse
         self._begun = 0  # version of the last started checkpoint, equal on all ranks
-        self._unreported: tuple[int, messages.Progress] | None = None  # its command and progress
+        self._unreported: tuple[int, messages.Progress] | None = None  # command and progress
         self._resumed = False  # resumed, and not yet compared with the served weights
 
     def resume(self) -> None:

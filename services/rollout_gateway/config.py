@@ -263,8 +263,8 @@ class GatewayConfig(ServiceConfig):
 
     @property
     def number(self) -> int:
-        """Number of this gateway in the run; gateways 1, 2, ... are those of
-        addresses.more_gateways.
+        """Number of this gateway in the run; addresses.more_gateways has the addresses of gateways
+        1, 2, ....
         """
         return self._number
 

@@ -192,7 +192,7 @@ class Gateway:
         """Send statistics of arms to the bandits of all workers."""
         command = pb.WorkerCommand(learn_arms=pb.LearnArms(arms=arms))
         for answer in await self.router.ask_all(command):
-            if isinstance(answer, Unavailable | DeadlineExceeded):  # it learns at the next rollouts
+            if isinstance(answer, Unavailable | DeadlineExceeded):  # learned at the next rollouts
                 log.warning("a worker did not learn the arms", error=str(answer))
             elif isinstance(answer, BaseException):
                 raise answer

@@ -106,7 +106,7 @@ class _ClusterRun:
         try:
             keeper = self._ray.get_actor(name)
             return float(self._ray.get(keeper.silent_s.remote(), timeout=patient(_LOOKED_AT_S)))
-        except (ValueError, self._ray.exceptions.RayActorError):  # it has just ended
+        except (ValueError, self._ray.exceptions.RayActorError):  # the process has just ended
             return float("inf")
 
     async def find_room(self) -> None:
@@ -225,7 +225,7 @@ class _ClusterRun:
         for name in self._names():
             try:
                 self._ray.kill(self._ray.get_actor(name))
-            except ValueError:  # it has just ended
+            except ValueError:  # the process has just ended
                 continue
         for group in self._groups.values():
             self._ray.util.remove_placement_group(group)

@@ -52,7 +52,7 @@ class Forked:
     def send_signal(self, number: int) -> None:
         """Sends a signal; does nothing after the end."""
         if not self._reading.done():
-            with suppress(ProcessLookupError):  # its end is being reported
+            with suppress(ProcessLookupError):  # the child's end is being reported
                 os.kill(self.pid, number)
 
     async def _read(self, news: asyncio.StreamReader) -> int:
@@ -139,7 +139,7 @@ class Child:
     def send_signal(self, number: int) -> None:
         """Sends a signal to the process alone; does nothing after the end."""
         if not self.ended.done():
-            with suppress(ProcessLookupError):  # its end is being reported
+            with suppress(ProcessLookupError):  # the child's end is being reported
                 self.process.send_signal(number)
 
     def kill(self, verdict: str = "") -> None:
@@ -204,7 +204,7 @@ def _stops(processes: Iterable[int]) -> frozenset[_Stop]:
     """(process, context switches) of each process that is stopped now."""
     found = set()
     for one in processes:
-        with suppress(psutil.Error, OSError):  # it has ended, or this process can open no file
+        with suppress(psutil.Error, OSError):  # the child has ended, or no file can be opened
             if (process := psutil.Process(one)).status() == psutil.STATUS_STOPPED:
                 found.add((one, process.num_ctx_switches().voluntary))
     return frozenset(found)
@@ -213,7 +213,7 @@ def _stops(processes: Iterable[int]) -> frozenset[_Stop]:
 def _descendants(pid: int) -> list[int]:
     """Process ids of all descendants, as Linux lists them; [] on other systems."""
     found: list[int] = []
-    with suppress(OSError):  # it has ended, or this process can open no file
+    with suppress(OSError):  # the child has ended, or no file can be opened
         for path in Path(f"/proc/{pid}/task").glob("*/children"):
             with suppress(OSError):
                 found += map(int, path.read_text().split())

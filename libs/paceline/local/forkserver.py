@@ -103,7 +103,7 @@ class _Server:
             for number in heard:
                 if number == self._listening.fileno():
                     self._accept()
-                elif number not in self._connections:  # it has just ended
+                elif number not in self._connections:  # the child has just ended
                     continue
                 elif (
                     order := self._heard(connection := self._connections[number])

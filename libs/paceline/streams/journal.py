@@ -40,7 +40,7 @@ class IdleCause(StrEnum):
     TRAINER_DONE = "trainer_done"  # the drafter trainer has used all rows and left
     COMMIT = "commit"  # a released worker may be needed as the canary
     ENOUGH = "enough"  # the drafter has max_drafter_slots
-    GIVING_BACK = "giving_back"  # its lease is about to end
+    GIVING_BACK = "giving_back"  # the lease of the entry is about to end
     SERIAL = "serial"  # the serial drafter schedule trains between policy step and commit
     HAND_OVER = "hand_over"  # all rollouts are done; the slots pass to the policy
     TOO_FEW = "too_few"  # fewer released workers than min_workers_for_training

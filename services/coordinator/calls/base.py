@@ -121,7 +121,7 @@ class Absence:
     since_s: float
     pause_s: float = _FIRST_PAUSE_S
     why: str = ""  # the last failure, for messages
-    full: bool = False  # it had no disk or Redis space, and this was reported
+    full: bool = False  # the service had no disk or Redis space, and an event reported it
 
 
 @dataclass(slots=True)

@@ -58,7 +58,7 @@ async def _healthy_again(calls: Calls, command: commands.AwaitService, absence: 
         channels = calls.peers.channels[service]
         if not all(await each(_gets_on(channels[number], limit_s) for number in late)):
             raise next(iter(late.values()))
-        absence.since_s = calls.now()  # it loads or replays, so its time starts again
+        absence.since_s = calls.now()  # the service loads or replays: its time starts again
         await _healthy_again(calls, command, absence)
 
 

@@ -143,7 +143,7 @@ async def abort_drafter(calls: Calls, command: commands.AbortDrafter) -> None:
     A remaining candidate only costs disk space until the next commit, so a failure is only logged.
     """
     version, context = command.drafter_version, calls.context(command)
-    gateway = calls.peers.gateways[0]  # it passes the call on to the next one
+    gateway = calls.peers.gateways[0]  # the first gateway passes the call on
     try:
         await abort_version(gateway, context, engine_pb2.WEIGHT_TARGET_DRAFTER, version)
     except PacelineError as error:

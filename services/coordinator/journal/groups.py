@@ -21,7 +21,7 @@ FIGURE = "closed_groups"
 class KnownGroup:
     """A closed group."""
 
-    place: int  # its place in the step
+    place: int  # the group's place in the step
     group_id: str
     sessions: int  # scored sessions
     left_out: bool = False  # equal rewards, replaced by dynamic sampling

@@ -48,7 +48,7 @@ def train_alone(state: State) -> Decision:
     """
     if not state.settings.serial_drafter:  # a harvesting drafter may continue beside the commit
         return Decision(state, enters=Phase.COMMIT)
-    if state.lease is not None:  # of a former coordinator, so its call is lost
+    if state.lease is not None:  # a former coordinator's lease: the call is lost
         return preempt(state)
     if _due(state) and any(True for _ in _released(state)):
         return _lease(state)

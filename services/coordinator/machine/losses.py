@@ -18,7 +18,7 @@ is no accident.
 """
 
 CALLED_IN: dict[Phase, tuple[Service, ...]] = {
-    Phase.EVALUATE: (Service.GATEWAY, Service.POLICY_TRAINER),  # it repairs the set to serve
+    Phase.EVALUATE: (Service.GATEWAY, Service.POLICY_TRAINER),  # the trainer repairs sets
     Phase.ROLLOUT: (Service.GATEWAY, Service.POLICY_TRAINER),
     Phase.POLICY: (Service.GATEWAY, Service.POLICY_TRAINER),
     Phase.COMMIT: (Service.GATEWAY,),

@@ -24,16 +24,16 @@ class Schedule(StrEnum):
 class Placement(StrEnum):
     """Whether rollouts and policy have separate slots."""
 
-    COLOCATED = "colocated"  # they take turns on all slots
+    COLOCATED = "colocated"  # policy and engines take turns on all slots
     DISAGGREGATED = "disaggregated"
 
 
 class CommitMode(StrEnum):
     """Treatment of running requests when a set is committed."""
 
-    IN_PLACE = "in_place"  # they keep their keys and values
-    RETRACT = "retract"  # their keys and values are computed again
-    ABORT = "abort"  # they end, and continue from their tokens
+    IN_PLACE = "in_place"  # requests keep keys and values
+    RETRACT = "retract"  # keys and values are computed again
+    ABORT = "abort"  # requests end, and continue from their tokens
 
 
 KEPT = {
@@ -74,11 +74,11 @@ class RunSettings(Frozen):
     schedule: Schedule = Schedule.SYNC
     placement: Placement = Placement.COLOCATED
     max_policy_lag: int = 0  # steps that rollouts may be ahead of the serving policy
-    learner_slots: int = 0  # of the policy alone, after the workers' slots
+    learner_slots: int = 0  # slots of the policy alone, after the workers' slots
     commit_mode: CommitMode = CommitMode.IN_PLACE
     groups_per_step: int = 1
     samples_per_group: int = 1  # requested samples
-    dynamic_sampling_rounds: int = 0  # of other tasks for groups of equal rewards; 0: none
+    dynamic_sampling_rounds: int = 0  # rounds of other tasks for groups of equal rewards; 0: none
     profiles: tuple[str, ...] = ()  # profiles that an operator may choose
     profile_stays: bool = False  # the engine keeps the profile of its start
     tasks: str = ""  # number and hash of the tasks; empty: agents bring tasks

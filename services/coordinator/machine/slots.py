@@ -125,7 +125,7 @@ class WorkerState(StrEnum):
 
     IDLE = "idle"
     GENERATING = "generating"
-    SUSPENDED = "suspended"  # its requests are held while the policy trains on its slots
+    SUSPENDED = "suspended"  # requests are held while the policy trains on the worker's slots
     RELEASED = "released"
     TRAINING = "training"
     COMPLETED = "completed"

@@ -44,13 +44,13 @@ class Phase(StrEnum):
     CLOSING = "closing"
     FINISHED = "finished"
     FAILED = "failed"
-    # of the rollout track
+    # Phases of the rollout track.
     READY = "ready"  # nothing is rolled out
     ROLLOUT = "rollout"
     SUSPENDED = "suspended"  # the policy trains on the slots of suspended rollouts
-    # of the learner track
+    # Phases of the learner track.
     IDLE = "idle"  # waits for a batch
-    PREEMPT = "preempt"  # waits for its slots
+    PREEMPT = "preempt"  # waits for the policy's slots
     POLICY = "policy"
     DRAFTER = "drafter"  # serial schedule only: the commit waits for the drafter
     COMMIT = "commit"
@@ -99,7 +99,7 @@ class DrawnStep(Frozen):
 
     step: int
     version: int  # committed steps at its start: no token has an older policy
-    epoch: int = 0  # of its newest call
+    epoch: int = 0  # of the newest call
     called: bool = False  # the call is running
     finished: bool = False
     owed: int = 0  # workers with an unfinished share, a bit each
@@ -121,11 +121,11 @@ class RolloutTrack(Frozen):
 
     phase: Phase = Phase.READY
     step: int = 0  # step with the next tasks to draw
-    drawing: bool = False  # they are being drawn
-    epoch: int = 0  # of its newest call
+    drawing: bool = False  # the tasks are being drawn
+    epoch: int = 0  # of the newest call
     attempts: int = 0  # restarts of its calls after a failure of their service
     draws: tuple[DrawnStep, ...] = ()  # by step
-    damaged: bool = False  # its calls wait for the next set: the serving one is lost
+    damaged: bool = False  # calls wait for the next set: the serving set is lost
 
     @property
     def begun(self) -> int:
@@ -143,7 +143,7 @@ class LearnerTrack(Frozen):
 
     phase: Phase = Phase.IDLE
     step: int = 0  # step being trained, or the next one
-    epoch: int = 0  # of its newest call
+    epoch: int = 0  # of the newest call
     attempts: int = 0  # see RolloutTrack
     batch: tuple[Portion, ...] = ()  # being trained
 
@@ -173,7 +173,7 @@ class State:
     committing: VersionSet | None = None
     evaluations: tuple[Evaluation, ...] = ()  # still to make before the next step
     paused: bool = False  # an operator wants no step to begin
-    drafter_benched: bool = False  # it has failed: no lease before the next share
+    drafter_benched: bool = False  # the drafter has failed: no lease before the next share
     drafter_rests_until: int = 0  # a step; its training was frozen
     seq: int = 0  # highest number of a set that was tried
     lost: frozenset[Service] = frozenset()

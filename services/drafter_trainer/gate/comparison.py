@@ -20,7 +20,7 @@ from paceline.services.drafter_trainer.config import GateConfig
 from paceline.services.drafter_trainer.messages import RoundCosts
 
 Floats = npt.NDArray[np.float64]
-RESAMPLES = 200  # of the bootstrap: they give the standard deviation to 5 %
+RESAMPLES = 200  # of the bootstrap: the standard deviation is exact to 5 %
 ONE_SIDED, TWO_SIDED = 1.645, 1.96  # standard errors: 95 %
 EARLY = 1.5  # noises of a difference that is decided before all positions are measured
 

@@ -122,8 +122,8 @@ def _bound(gains: Sequence[float], noises: Sequence[float]) -> float:
 
 
 FALLEN = 0.8
-"""Share of the earlier tokens per drafted round that counts as a fall. Ordinary differences between
-steps' tasks and arms are smaller.
+"""Tokens per drafted round fall if they are below this share of the earlier tokens. Ordinary
+differences between the tasks and arms of steps are smaller.
 """
 HURRIED = 8
 """Judgements after a fall that do not wait for optimiser steps."""

@@ -166,7 +166,7 @@ class PublishGate:
 
         before, self.serving = self.serving, round.DrafterState(version, net)
         self.next_version = max(self.next_version, version + 1)
-        self._round = None  # it compared with another drafter
+        self._round = None  # the round compared with another drafter
         self._taken_back = self._on_its_way = None
         if version < before.version:
             self._rolled_back(before)

@@ -50,7 +50,7 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         next(parser.stream)
         inside = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(inside)  # its variables stay inside, as in transformers
+        return nodes.Scope(inside)  # the block's variables stay inside, as in transformers
 
 
 class ChatTemplates:

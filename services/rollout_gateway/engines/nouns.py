@@ -83,7 +83,7 @@ class Request:
     stream: bool = False
     capture: bool = False
     forced_arm: str = ""
-    probe: bool = False  # its rounds do not update the bandit
+    probe: bool = False  # the request's rounds do not update the bandit
     response: tuple[int, ...] = ()  # [n] earlier tokens, of any weights, to continue
 
     @property

@@ -66,7 +66,7 @@ class _Statement:
     """One top-level statement of the tests."""
 
     source: str
-    test: int | None  # its number, counted from 0, if it is a test
+    test: int | None  # the test's number, counted from 0; None: no test
     function: str  # to call afterwards; empty: none
 
 

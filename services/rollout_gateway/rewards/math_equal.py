@@ -38,7 +38,7 @@ class MathEqual:
     """
 
     def __init__(self) -> None:
-        # it logs the whole of any unreadable text
+        # math-verify logs the whole of any unreadable text
         logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     def score(self, episode: Episode) -> float:

@@ -158,7 +158,7 @@ async def _ask_launcher(request: launch.RunRequest) -> launch.SandboxResult:
     except TimeoutError as error:
         raise Unavailable("a sandbox's launcher does not answer", seen=f"{deadline_s} s") from error
     finally:
-        await asyncio.shield(child.stop(STOP_S))  # it kills its program first
+        await asyncio.shield(child.stop(STOP_S))  # the child kills its program first
 
     if child.returncode != 0 or not out:
         seen = f"exit code {child.returncode} {err[-500:].decode(errors='replace')}".strip()

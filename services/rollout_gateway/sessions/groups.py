@@ -168,7 +168,7 @@ class OpenGroup:
 
     group_id: str
     size: int
-    alarm: asyncio.TimerHandle  # of its deadline
+    alarm: asyncio.TimerHandle  # rings at the group's deadline
     members: list[Session] = field(default_factory=list)
 
     @property

@@ -17,7 +17,7 @@ class OtherGateway(FailedPrecondition):
     """Another gateway has the session, key, completion or group."""
 
     reason = OTHER_GATEWAY
-    gateway = 0  # its number
+    gateway = 0  # the gateway's number
 
 
 _DRAWN = re.compile(r"(?:[a-z-]+[-_])?(?:(\d{1,4})-)?[0-9a-f]{32,48}")
@@ -25,7 +25,7 @@ _DRAWN = re.compile(r"(?:[a-z-]+[-_])?(?:(\d{1,4})-)?[0-9a-f]{32,48}")
 
 @dataclass(frozen=True, slots=True)
 class GatewayNames:
-    """Names of one gateway. The addresses are those of all gateways of the run, by number."""
+    """Names of one gateway, and the addresses of all gateways of the run in order of number."""
 
     number: int = 0
     addresses: tuple[str, ...] = ("",)  # gRPC

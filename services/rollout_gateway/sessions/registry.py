@@ -94,10 +94,10 @@ class Ended:
     session_id: str
     state: SessionState
     reason: FailReason | None = None
-    hashed_key: str = ""  # of its API key
+    hashed_key: str = ""  # hash of the session's API key
     # state at its end; without turns for a former process's session
     shown: Mapping[str, Any] = field(default_factory=dict)
-    # its turns; None once later sessions have replaced them
+    # the session's turns; None once later sessions have replaced them
     session: Session | None = field(default=None, repr=False)
 
     def json(self) -> dict[str, Any]:

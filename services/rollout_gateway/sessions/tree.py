@@ -29,7 +29,7 @@ from paceline.trajectory import BranchKey, DrawSpan, SpeculationStats, Trajector
 class Turn:
     """One generation. Token counts: P of `prompt_ids`, R of `response_ids`."""
 
-    completion_id: str  # its name for the agent
+    completion_id: str  # the completion's name for the agent
     parent: Turn | None
     prompt_ids: tuple[int, ...]  # [P] read by the engine after the parent's tokens
     response_ids: tuple[int, ...]  # [R] drawn by the model

@@ -35,7 +35,7 @@ class Seat:
     first: int = 0  # number of this gateway's first worker within the run
     released: bool = False  # lent out, or about to be: gets no requests
     spare: bool = False  # released because it was idle; no trainer has taken it yet
-    lent: bool = False  # its process has released its memory, or does so as soon as it starts
+    lent: bool = False  # the process has released its memory, or does so at its start
     unsent: list[Generation] = field(default_factory=list)
     live: dict[int, Generation] = field(default_factory=dict)  # changed only by the methods below
     # reason by request, for requests that continue from their tokens once the engine has ended them

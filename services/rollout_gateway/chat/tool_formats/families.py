@@ -116,7 +116,7 @@ def _read_mistral(text: base.GrowingText, _: Schemas) -> Calls:
 
 
 def _mistral(source: str) -> ToolFormat:
-    """Reads both forms; the template decides the form of a forced beginning."""
+    """Reads arrays and single calls; the template decides the form of a forced beginning."""
     # Tokenizers made with sentencepiece put a space after the marker.
     array = f"{_MARKER} [" if f"{_MARKER} [" in source else f"{_MARKER}["
     named = _ARGUMENTS in source
@@ -142,7 +142,7 @@ _V3_SEPARATOR, _V3_FENCE, _V3_FENCE_END = "<｜tool▁sep｜>", "```json", "```"
 
 
 def _deepseek(source: str) -> ToolFormat:
-    """Reads both forms; the template decides which one a grammar writes."""
+    """Reads fenced and bare arguments; the template decides the form that a grammar writes."""
     fenced = _V3_FENCE in source
     head = f"function{_V3_SEPARATOR}$name\n{_V3_FENCE}\n" if fenced else f"$name{_V3_SEPARATOR}"
     end = f"\n{_V3_FENCE_END}" if fenced else ""
@@ -285,7 +285,7 @@ _MARKS: Sequence[tuple[str, tuple[str, ...]]] = (
     ("hermes", (_OPEN,)),
     ("deepseek_v3", (_V3_CALLS,)),
     ("kimi_k2", (_K2_CALLS,)),
-    ("kimi_k2", ("tool_declare<|im_middle|>",)),  # its first templates show no calls
+    ("kimi_k2", ("tool_declare<|im_middle|>",)),  # the first templates of Kimi K2 show no calls
     ("harmony", HARMONY.special_tokens[:3]),
     ("mistral", (_MARKER,)),
     ("llama3_json", (_TAG,)),

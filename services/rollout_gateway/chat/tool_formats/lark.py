@@ -26,7 +26,7 @@ Lark = NewType("Lark", str)
 class FreeText(NamedTuple):
     """Unconstrained text."""
 
-    before: Lark  # the part that ends in a token, after which a text may begin
+    before: Lark  # the part before a free text; it ends in a token
     whole: Lark
     never: str  # text that it may not contain, as the end of a terminal
 

@@ -236,7 +236,7 @@ def _conditions(known: Mapping[str, int]) -> list[Instruction]:
         ],
         "fcntl": [_is_none_of(1, _FILE_COMMANDS)],
         "ioctl": [_is_none_of(1, _SOCKET_OWNERS)],
-        # its size and its huge pages stay unchanged
+        # the file's size and huge pages stay unchanged
         "prctl": [_is_none_of(0, [PR_SET_DUMPABLE, PR_SET_THP_DISABLE])],
     }
     return [one for name, asked in checks.items() for one in _check(known[name], *asked)]
@@ -260,7 +260,7 @@ def filter_program(machine: str, *, alone: bool, scoped: bool, pid: int) -> list
     ]
     for number in numbers(machine, *refused).values():
         filter_ += _refuse(number)
-    # its flags are in memory; libc then uses clone
+    # clone3's flags are in memory; libc then uses clone
     filter_ += _refuse(known["clone3"], errno.ENOSYS)
     filter_ += _conditions(known)
     if not alone and not scoped:

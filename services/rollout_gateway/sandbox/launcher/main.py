@@ -141,7 +141,7 @@ class _Launcher:
         signal.set_wakeup_fd(self._wake_writer)
         signal.signal(signal.SIGTERM, lambda *_: None)
         self._spaces = "namespaces" in request.layers
-        self._child = 0  # of the launcher; the broker if there are namespaces
+        self._child = 0  # the launcher's child; the broker if there are namespaces
         self._began: float | None = None
         self._next_check = 0.0
         self._seconds = 0.0

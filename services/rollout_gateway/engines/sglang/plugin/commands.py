@@ -246,7 +246,7 @@ def finishing(plugin: SchedulerEngine, original: Any, req: Any, new_accepted_len
         return
     plugin.settle()
     tracked.sequence.copied = req.cached_tokens
-    if tracked.sequence.error:  # its grammar failed: draws since then are not reported
+    if tracked.sequence.error:  # the grammar failed: later draws are not reported
         tracked.sequence.finish = nouns.Finish.ERROR
     else:
         tracked.sequence.end_scored()
