@@ -155,9 +155,8 @@ class PolicyServicer(PolicyServiceServicer):
         if isinstance(news, m.Stepped):
             self._progress = news.progress
         elif isinstance(news, messages.Saved):
-            newest = max(
-                news.version, self._progress.checkpoint_version
-            )  # the newest may be the best
+            # The saved checkpoint may be the best, not the newest.
+            newest = max(news.version, self._progress.checkpoint_version)
             self._progress = dataclasses.replace(self._progress, checkpoint_version=newest)
 
 
