@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ def test_rounds_of_a_model_are_timed_in_the_measured_forms_and_in_torchs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("paceline.models.products._QUIET", math.inf)  # other tests run beside
     save_random(tmp_path, "llama", hidden_size=512, intermediate_size=1024, num_hidden_layers=1)
     result = decoding_rounds(tmp_path, torch.float32, pairs=2)
     assert [(row["batch"], row["tokens each"]) for row in result.rows] == list(SHAPES)
