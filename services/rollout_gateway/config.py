@@ -224,8 +224,9 @@ class GatewayConfig(ServiceConfig):
     tokenizer: str = ""
     """Directory of the tokenizer; empty: the model's."""
     drafter: str = "ngram"
-    """Drafter: "off", "ngram", a trained kind with fresh weights ("eagle", "package.module:KIND"),
-    or a checkpoint directory."""
+    """Drafter: "off", "ngram", "self", a trained kind with fresh weights ("eagle",
+    "package.module:KIND"), or a checkpoint directory.
+    """
     trajectories: bool | None = None
     """Whether ledger, trajectories and features are written to Redis; empty: only in a run."""
     engine: EngineConfig = EngineConfig()
@@ -263,8 +264,8 @@ class GatewayConfig(ServiceConfig):
 
     @property
     def number(self) -> int:
-        """Number of this gateway in the run; addresses.more_gateways has the addresses of gateways
-        1, 2, ....
+        """Number of this gateway in the run, from 0; addresses.more_gateways has the addresses of
+        the gateways from number 1 on.
         """
         return self._number
 

@@ -76,12 +76,15 @@ def node_depths(token_ids: Tensor, parents: Tensor | None = None) -> Tensor:
     token_ids, parents: as node_counts takes them; where there is no node the number means nothing.
     """
     batch, nodes = token_ids.shape
-    depths = torch.arange(nodes, device=token_ids.device).repeat(batch, 1)
+    places = torch.arange(nodes, device=token_ids.device).repeat(batch, 1)
     if parents is None:
-        return depths
-    rows = torch.arange(batch, device=token_ids.device)
-    for node in range(1, nodes):
-        depths[:, node] = depths[rows, parents[:, node].clamp(min=0)] + 1
+        return places
+    above, depths = parents.clamp(min=0), torch.zeros_like(places)
+    for _ in range(nodes):  # as deep as the deepest node; absent nodes may form a circle
+        if not bool(places.any()):
+            break
+        depths += places > 0
+        places = above.gather(1, places)
     return depths
 
 

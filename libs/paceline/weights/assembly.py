@@ -87,7 +87,7 @@ class Assembly:
         whole = self._add_part(index, first - start, last - start) == end - start
         self.buffer[first:last] = data
         if whole:
-            alone = len(data) == end - start
+            alone = len(data) == end - start  # the chunk is one checked part
             crc = chunk.crc32 if alone else zlib.crc32(self.buffer[start:end])
             self._finish_chunk(index, crc)
         return len(data)

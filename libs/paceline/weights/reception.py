@@ -281,15 +281,16 @@ class Reception:
         """Loads a written version while it is synced to the disk. Drops a version that the disk
         does not keep. Raises the errors of the hooks, and ResourceExhausted.
         """
-        syncing = asyncio.to_thread(self._spool.sync, *part, self.activity.moves)
-        ended = await asyncio.gather(
-            syncing, self._load(part, written=True), return_exceptions=True
-        )
-        if ended[0] is not None:
-            await self._forget(part)
-        for error in ended:
-            if error is not None:
-                raise error
+        sync = asyncio.to_thread(self._spool.sync, *part, self.activity.moves)
+        syncing = asyncio.create_task(sync)
+        try:
+            await self._load(part, written=True)
+        finally:
+            try:
+                await syncing
+            except ResourceExhausted:
+                await self._forget(part)
+                raise
 
     def _awaited(self) -> tuple[int, ...]:
         """Targets that must be present for a commit. The drafter is left out while the serving set

@@ -184,9 +184,9 @@ class Spool:
             self._prepared.add(part)
         return path
 
-    def sync(self, target: int, version: int, synced: Callable[[], None]) -> None:
-        """Syncs a written version to the disk; calls `synced` after each part. Raises
-        ResourceExhausted when the disk does not keep it.
+    def sync(self, target: int, version: int, synced: Callable[[], None] = lambda: None) -> None:
+        """Syncs a written version to the disk; calls `synced` after each part. A second call costs
+        nothing. Raises ResourceExhausted when the disk does not keep it.
         """
         path = self._folder(target, version)
         with writing(path):
@@ -206,6 +206,9 @@ class Spool:
             parts = {(target, part_version(left, target)) for target in manifests.TARGET_NAMES}
             self._prepared |= {one for one in parts & self.spooled() if not self._committed(one)}
         else:
+            for target, version in self._prepared:
+                if version == part_version(versions, target):
+                    self.sync(target, version)  # another process may have written the version
             self.sets.commit(versions)
         self._prepared = {
             part for part in self._prepared if part[1] > part_version(versions, part[0])

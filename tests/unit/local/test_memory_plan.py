@@ -537,3 +537,15 @@ def test_workers_and_a_learner_apart_need_a_gpu_each(tmp_path: Path) -> None:
     overrides = [f"gateway.model={tmp_path}", "gateway.engine.workers=4"]
     with pytest.raises(ConfigError, match=r"workers and learner; seen: 12; allowed: at most 8"):
         plan_run(files, overrides, [80 * GIB] * 8)
+
+
+@pytest.mark.parametrize(
+    ("arms", "counted"), [(["off", "ngram:4_1_5"], False), (["off", "self:2_1_3"], True)]
+)
+def test_the_rounded_copy_of_a_policy_that_drafts_for_itself_is_counted(
+    arms: list[str], counted: bool
+) -> None:
+    gateway = GatewayConfig.model_validate({"speculation": {"arms": arms}})
+    plan = memory_plan.engine_plan(QWEN_7B, gateway, 0)
+    item = plan.parts["weights"] // memory_plan.parameters(QWEN_7B)
+    assert plan.parts.get("rounded weights", 0) == counted * plan.parts["weights"] // item

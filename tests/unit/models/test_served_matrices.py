@@ -192,7 +192,7 @@ def test_choices_of_a_quiet_machine_are_kept_and_a_damaged_file_is_no_choice(
 def test_the_fastest_form_is_chosen_for_each_shape_and_number_of_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    now, order = [0.0], list[tuple[str, int]]()
+    now, busy, order = [0.0], [False], list[tuple[str, int]]()
     costs = {"linear": 3.0, "turned": 1.0, "packed": 2.0}
 
     def costing(name: str) -> products.Form:
@@ -201,6 +201,7 @@ def test_the_fastest_form_is_chosen_for_each_shape_and_number_of_rows(
             now[0] += costs[name] * (len(x) if name == "turned" else 1)
             # Another process takes the processor in the first passes.
             now[0] += 50.0 * (len(order) < 10 and name == "turned")
+            now[0] += busy[0] * (len(order) % 13)
             return x
 
         return compute
@@ -218,6 +219,8 @@ def test_the_fastest_form_is_chosen_for_each_shape_and_number_of_rows(
     # The form for fewer rows stays where it is as fast.
     assert chosen["flat"] == ["turned", "turned", "turned", *all_rows("linear")[3:]]
     assert quiet
+    busy[0] = True
+    assert not products._fastest_forms(groups, usable)[1]
     # A pass reads the matrices as a forward does, one layer after another.
     assert [size for _, size in order[:4]] == [OUTPUTS, 2 * OUTPUTS] * 2
 

@@ -183,6 +183,23 @@ def test_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     assert spool.prepared == {(P, 1)}
 
 
+def test_no_set_is_committed_before_the_disk_keeps_its_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(descriptor: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    Spool(tmp_path).write(*version(P, 1))
+    again = Spool(tmp_path)  # after a kill between write and sync
+    monkeypatch.setattr("paceline.weights.spool.sync_file", lambda *_: broken(0))
+    with pytest.raises(ResourceExhausted, match="Input/output"):
+        again.commit(VersionSet(1, 1, 0))
+    assert again.sets.serving is None
+    monkeypatch.undo()
+    again.commit(VersionSet(1, 1, 0))
+    assert Spool(tmp_path).sets.serving == VersionSet(1, 1, 0)
+
+
 def test_start_version_is_found_in_its_own_directory(tmp_path: Path) -> None:
     spool = Spool(tmp_path / "spool", initial={P: tmp_path / "start"})
     assert spool.path(P, 0) == tmp_path / "start"
