@@ -21,7 +21,8 @@ import uvloop
 
 from paceline.config import SecurityConfig
 from paceline.errors import DataLoss
-from paceline.rpc import EpochGuard, Server, set_malloc_thresholds
+from paceline.processor import keep_freed_memory
+from paceline.rpc import EpochGuard, Server
 from paceline.streams import RedisStream, connect, decode_features
 from paceline.trajectory import VersionSet
 from paceline.v1.weights_pb2_grpc import add_WeightServiceServicer_to_server
@@ -123,7 +124,7 @@ async def receive_redis(url: str) -> None:
 
 def main(argv: list[str]) -> None:
     """Runs the receiver named in `argv`."""
-    set_malloc_thresholds()
+    keep_freed_memory()
     match argv:
         case ["tcp"]:
             receive_tcp()

@@ -26,7 +26,8 @@ from benchmarks.processes import Meter, child, redis_server
 from benchmarks.receivers import CHUNK_HEAD, GROUP, TOTAL
 from benchmarks.result import BenchResult, Goal, Ratio, Row, paired_ratio, ratio_goal
 from paceline.config import SecurityConfig
-from paceline.rpc import channel, set_malloc_thresholds
+from paceline.processor import keep_freed_memory
+from paceline.rpc import channel
 from paceline.streams import FeatureBatch, RedisStream, connect, encode_features
 from paceline.tensors import NamedTensor, from_numpy
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY
@@ -78,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 async def run(options: argparse.Namespace) -> BenchResult:
     """Makes both comparisons."""
-    set_malloc_thresholds()
+    keep_freed_memory()
     mib, pairs, looks = (64, 3, 1) if options.quick else (options.mib, options.pairs, options.looks)
     rows: list[Row] = []
     goals: list[Goal] = []

@@ -31,6 +31,7 @@ class Paceline:
     packages = ("torch",)
 
     def __init__(self, plan: dict[str, Any]) -> None:
+        import_module("paceline.processor").keep_freed_memory()  # as workers do
         embedded = "paceline.services.rollout_gateway.engines.embedded"
         spec = import_module(f"{embedded}.spec").EmbeddedSpec(
             model_dir=plan["model"],

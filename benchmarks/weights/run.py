@@ -40,7 +40,8 @@ from benchmarks.weights.tables import (
 )
 from benchmarks.weights.updates import all_moved, stepped
 from paceline.config import SecurityConfig
-from paceline.rpc import channel, set_malloc_thresholds
+from paceline.processor import keep_freed_memory
+from paceline.rpc import channel
 from paceline.tensors import NamedTensor, from_numpy
 from paceline.trajectory import VersionSet
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY
@@ -60,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 async def run(options: argparse.Namespace) -> BenchResult:
     """Measures all sizes, then costs by share and by size; the goals are the largest size's."""
-    set_malloc_thresholds()
+    keep_freed_memory()
     if options.quick:
         options.millions, options.repeats = "1", 2
     sizes = [float(one) for one in options.millions.split(",")]

@@ -17,7 +17,7 @@ from paceline.config import ServiceConfig
 from paceline.config.load import load_config, print_config
 from paceline.errors import ConfigError, PacelineError, ResourceExhausted, RunFailed
 from paceline.local import checks, news, ports, processes, redis, services, tokens
-from paceline.rpc import set_malloc_thresholds
+from paceline.processor import keep_freed_memory
 
 _STATUSES = {
     ConfigError: processes.EXIT_CONFIG,
@@ -112,7 +112,7 @@ def _run(
         for key in filter(None, (spec.address_key, *spec.more_address_keys)):
             ports.require_free(config.addresses.of(key), f"addresses.{key}")
         tokens.use_run_tokens(config)
-        set_malloc_thresholds()
+        keep_freed_memory()
         telemetry.setup(process, config.telemetry)
         # The token for each address: the agents' token for HTTP, else the operators'.
         security, of = config.security, config.addresses.of

@@ -9,6 +9,7 @@ with a key.
 """
 
 from dataclasses import dataclass
+from itertools import product
 from typing import TypeAlias
 
 import torch
@@ -106,6 +107,8 @@ class Block:
 
     None: everything is visible.
     """
+    seen: int
+    """Cached positions that every query sees; 0 for a layout of its own, and on a GPU."""
     length: int
     """Cached positions that attention reads."""
     keys: tuple[Tensor, ...]
@@ -157,10 +160,11 @@ def make_block(
     else:
         slots = rows
 
-    mask = None
+    mask, seen = None, 0
     if masked or batch > 1 or tokens > 1:
         visible = layout.visible
         if visible is None:
+            seen = int(positions.min()) + 1 if positions.device.type == "cpu" else 0
             visible = torch.arange(length, device=positions.device) <= positions[:, :, None]
         bias = torch.zeros(visible.shape, dtype=cache.data.dtype, device=visible.device)
         bias.masked_fill_(~visible, float("-inf"))
@@ -180,6 +184,7 @@ def make_block(
         cells=_computed(cells.view(batch * tokens, -1), kept).view(-1),
         rotation=rotation.index_select(0, _computed(positions.reshape(-1), kept))[:, None],
         mask=mask,
+        seen=seen,
         length=length,
         keys=keys,
         values=values,
@@ -302,9 +307,43 @@ def attend(
     # head.
     grouped = queries.view(batch, tokens, kv, group, dim).transpose(1, 2)
     grouped = grouped.reshape(batch, kv, tokens * group, dim)
-    out = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=block.mask)
+    if _suits_products(grouped, block):
+        out = _attend_by_products(grouped, keys, values, block)
+    else:
+        out = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=block.mask)
     out = out.view(batch, kv, tokens, group, dim).transpose(1, 2)
     return _computed(out.reshape(batch * tokens, kv * group * dim), block.kept)
+
+
+_SCORED_ROWS = 256
+"""Queries of a head whose scores are in memory at once."""
+FEWEST_SCORES = 1 << 17
+"""Scores of a head above which products attend faster than torch's fused attention."""
+
+
+def _suits_products(grouped: Tensor, block: Block) -> bool:
+    rows = grouped.shape[2]
+    many = rows >= products.MOST_ROWS and rows * block.length >= FEWEST_SCORES
+    ours = products.ONEDNN and block.seen > 0 and not torch.is_grad_enabled()
+    return ours and many and rows % products.STEP == 0
+
+
+def _attend_by_products(grouped: Tensor, keys: Tensor, values: Tensor, block: Block) -> Tensor:
+    """Attention of queries [B, kv_heads, M, D] over keys and values [B, kv_heads, length, D] as two
+    float32 products a head, in half of the time of torch's fused form. Returns [B, kv_heads, M, D].
+    """
+    assert block.mask is not None
+    out = torch.empty_like(grouped)
+    scaled = grouped.float() * grouped.shape[-1] ** -0.5
+    for row, head in product(*map(range, grouped.shape[:2])):
+        seen, bias = keys[row, head].float(), block.mask[row, 0, :, block.seen :]
+        values_of = values[row, head].float().t()
+        for some in range(0, grouped.shape[2], _SCORED_ROWS):
+            part = slice(some, some + _SCORED_ROWS)
+            scores = products.linear(scaled[row, head, part], seen)
+            scores[:, block.seen :] += bias[part]
+            out[row, head, part] = products.linear(scores.softmax(-1), values_of)
+    return out
 
 
 def forward_hidden(

@@ -24,6 +24,7 @@ from paceline.config import Config
 from paceline.errors import DeadlineExceeded, FailedPrecondition, Unavailable
 from paceline.local import forking, patience, ports, processes, user_directory
 from paceline.local.child import LIMIT_S, Child, ChildSocket
+from paceline.processor import keep_freed_memory
 from paceline.ranks.hosts import READY, RankHosts
 from paceline.training import STORE_VARIABLE
 
@@ -295,6 +296,7 @@ class RankLink:
                 "a rank is started by its service, not by hand", seen=f"no {SOCKET_VARIABLE}"
             )
         processes.die_with_parent()
+        keep_freed_memory()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return cls(os.environ[SOCKET_VARIABLE], int(os.environ["RANK"]))
 

@@ -17,6 +17,5 @@ from paceline.rpc.security import names_loopback as names_loopback
 from paceline.rpc.security import scope_of as scope_of
 from paceline.rpc.server import MOST_TASK_BYTES as MOST_TASK_BYTES
 from paceline.rpc.server import Server as Server
-from paceline.rpc.server import set_malloc_thresholds as set_malloc_thresholds
 from paceline.rpc.status import error_from_rpc as error_from_rpc
 from paceline.rpc.status import rpc_errors as rpc_errors

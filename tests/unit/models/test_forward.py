@@ -11,10 +11,16 @@ from random_models import FAMILIES, load_model, random_model, save_random
 from safetensors.torch import load_file, save_file
 
 from paceline.errors import DataLoss, InvalidInput, WeightsError
-from paceline.models import products
+from paceline.models import decoder, products
 from paceline.models.cache import StaticCache, cache_rows
 from paceline.models.config import parse_config, read_config
-from paceline.models.decoder import DecoderWeights, forward_hidden, head_logits, make_block
+from paceline.models.decoder import (
+    DecoderWeights,
+    attend,
+    forward_hidden,
+    head_logits,
+    make_block,
+)
 from paceline.models.in_place import ServedModel
 from paceline.models.loading import read_tensors
 
@@ -28,6 +34,7 @@ def _asked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     if request.param and not torch.backends.mkldnn.is_available():
         pytest.skip("this torch was built without oneDNN")
     monkeypatch.setattr(products, "ONEDNN", request.param)
+    monkeypatch.setattr(decoder, "FEWEST_SCORES", 1)  # attention by products too
 
 
 def cache_for(weights: DecoderWeights, dtype: torch.dtype = torch.float32) -> StaticCache:
@@ -72,7 +79,7 @@ def test_logits_and_hidden_states_equal_transformers(
     ids = torch.randint(0, 97, (3, TOKENS), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = model(ids, output_hidden_states=True)
-        hidden = forward_in_pieces(weights, ids, slots, [100, 101, 105])
+        hidden = forward_in_pieces(weights, ids, slots, [96, 97, 105])
     torch.testing.assert_close(hidden, expected.hidden_states[-1], atol=1e-5, rtol=0)
     torch.testing.assert_close(head_logits(weights, hidden), expected.logits, atol=1e-5, rtol=0)
 
@@ -233,3 +240,33 @@ def test_the_head_hash_is_that_of_the_stored_bytes(tmp_path: Path) -> None:
     expected = hashlib.sha256(stored.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
     weights = ServedModel(read_config(tmp_path), torch.float32, 16).build(halves)
     assert weights.head_hash == expected
+
+
+def test_attention_by_products_is_that_of_float64(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch was built without oneDNN")
+    monkeypatch.setattr(products, "ONEDNN", True)
+    save_random(tmp_path, "llama")
+    config = read_config(tmp_path)
+    kv, group, dim = config.num_kv_heads, config.group, config.head_dim
+    start, tokens = 300, 160  # more rows than one part of the scores
+    cache = StaticCache(config, layers=1, slots=2, capacity=512, dtype=torch.float32, device=CPU)
+    generator = torch.Generator().manual_seed(0)
+    cache.data.normal_(generator=generator)
+    queries = torch.randn(2 * tokens, kv * group, dim, generator=generator)
+    # The second row starts earlier, so the first row sees positions that the second does not.
+    positions = torch.arange(tokens) + torch.tensor([[start], [start - 100]])
+    rotation = torch.ones(512, dim // 2, dtype=torch.complex64)
+    block = make_block(config, rotation, cache, slice(0, 2), positions, start + tokens)
+    monkeypatch.delattr(decoder.functional, "scaled_dot_product_attention")  # not torch's own
+    with torch.inference_mode():
+        found = attend(config, queries, cache, 0, block).view(2, tokens, kv, group, dim)
+    keys, values = (part[0].double() for part in cache.views(slice(0, 2), block.length))
+    asked = queries.view(2, tokens, kv, group, dim).double()
+    scores = torch.einsum("btkgd,bkld->bkgtl", asked, keys) * dim**-0.5
+    hidden = torch.arange(block.length) > positions[:, None, None, :, None]
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    expected = torch.einsum("bkgtl,bkld->btkgd", weights, values)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)

@@ -355,7 +355,7 @@ def test_agents_tokens_without_an_operators_one_are_refused(
         check_security("127.0.0.1:1", SecurityConfig())
 
 
-MALLOC = "from paceline.rpc import set_malloc_thresholds; print(set_malloc_thresholds())"
+MALLOC = "from paceline.processor import keep_freed_memory; print(keep_freed_memory())"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")

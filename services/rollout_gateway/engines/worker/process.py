@@ -19,6 +19,7 @@ from paceline.errors import InternalError, InvalidInput, PacelineError
 from paceline.local.processes import die_with_parent
 from paceline.messages import versions_from_proto, versions_to_proto
 from paceline.plugins import import_object
+from paceline.processor import keep_freed_memory
 from paceline.services.rollout_gateway.engines import base, find_engine, nouns
 from paceline.services.rollout_gateway.engines.worker import SOCKET_VARIABLE, WorkerSpec, wire
 from paceline.services.rollout_gateway.engines.worker.ring import RowRing
@@ -261,6 +262,7 @@ class Worker:
 def begin() -> WorkerSpec:
     """Ties this process to its parent and reads its spec."""
     die_with_parent()
+    keep_freed_memory()
     for number in (signal.SIGINT, signal.SIGTERM):
         # A signal may reach the whole process group; the gateway decides when workers end.
         signal.signal(number, signal.SIG_IGN)
