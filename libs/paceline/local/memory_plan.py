@@ -130,10 +130,16 @@ def check_disk(found: Mapping[str, Any]) -> list[str]:
         model = read_config(gateway.model_dir, experts=True)
     except PacelineError:
         return []
-    weights, trained = parameters(model), parameters(model)
+    weights = parameters(model)
+    numbers = 3 * weights  # of a checkpoint: the weights, once, and their moments
     if policy.adapters.rank:
-        trained = adapter_parameters(model, policy.adapters.rank, policy.adapters.targets)
-    kept = FLOAT * (CHECKPOINTS * (2 * weights + 2 * trained) + SPOOLED * weights)
+        low_rank = adapter_parameters(model, policy.adapters.rank, policy.adapters.targets)
+        numbers = weights + 3 * low_rank
+    if policy.algorithm.name == "ppo":
+        numbers += 3 * (
+            weights - embedding_parameters(model) + model.vocab_size * model.hidden_size
+        )
+    kept = FLOAT * (CHECKPOINTS * numbers + SPOOLED * weights)
     place = Path(policy.run.dir).absolute()
     free = shutil.disk_usage(next(one for one in (place, *place.parents) if one.is_dir())).free
     verdict = "disk may run short" if kept > free else "disk"
@@ -237,12 +243,20 @@ def engine_plan(model: ModelConfig, gateway: Any, gpu: int) -> ServicePlan:
     drafters = (gateway.drafter, *engine.embedded.more_drafters)
     inner = gateway.features.layers or inner_layers_read(drafters, model.num_layers)
     keeps_states = embedded and (gateway.trajectories or set(drafters) - {OFF})
-    sequences = engine.max_batch + (engine.embedded.prefix_slots if embedded else 0)
+    states = 1 + len(inner) if keeps_states else 0
+    longest = min(engine.max_sequence_tokens, model.max_position_embeddings)
+    cells = engine.max_batch * longest
+    if embedded:
+        token = ITEM[engine.dtype] * (
+            model.num_layers * model.kv_width + states * model.hidden_size
+        )
+        own = engine.embedded
+        cells += min(own.prefix_slots * longest, own.prefix_bytes // token)
     parts = embedded_parts(
         model,
-        sequences * min(engine.max_sequence_tokens, model.max_position_embeddings),
+        cells,
         ITEM[engine.dtype],
-        states=1 + len(inner) if keeps_states else 0,
+        states=states,
         drafter=embedded and gateway.drafter != OFF,
         matrix_item=1 if engine.profile else 0,  # every profile has eight bits
     )

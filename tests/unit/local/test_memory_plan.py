@@ -261,7 +261,7 @@ def test_a_large_model_has_one_worker_with_all_cores_unless_settings_have_a_valu
     assert memory.startswith("memory: ")
     assert "gateway 1 x " in memory
     assert "policy_trainer 1 x " in memory
-    assert re.fullmatch(r"disk( may run short)?: at most 10,7\d\d MiB of [\d,]+ MiB free", disk)
+    assert re.fullmatch(r"disk( may run short)?: at most 8,7\d\d MiB of [\d,]+ MiB free", disk)
 
     own = [*words, "gateway.engine.workers=2", "policy_trainer.tokens_per_micro_batch=512"]
     assert plan_run([], own).overrides[:1] == ["policy_trainer.ranks=2"]
