@@ -55,8 +55,10 @@ class PolicyTrainer:
             f"trains micro-batch {number} of {of}"
         )
         self._writing = dist.new_group(backend="gloo")
+        # The Hugging Face directory has merged weights in place of adapters.
+        self._whole = "" if learner.weights.adapted else "learner/model"
         self._writer = checkpoints.CheckpointWriter(
-            config.checkpoints_dir, self._export, prefix=_PREFIX
+            config.checkpoints_dir, self._export, prefix=_PREFIX, whole=self._whole
         )
         best = records.read_best(config.checkpoints_dir)
         self._writer.kept = best.policy_version if best else None
@@ -77,7 +79,7 @@ class PolicyTrainer:
         if found.checkpoint is not None:
             try:
                 state = checkpoints.read_checkpoint(
-                    found.checkpoint, {"learner": self.learner.state()}
+                    found.checkpoint, {"learner": self.learner.state()}, whole=self._whole
                 )
                 self.learner.load_state(state["learner"])
                 self.progress = from_object(messages.Progress, state["progress"])
@@ -295,6 +297,8 @@ class PolicyTrainer:
                 self.zero.failed(command_id, error)
             return
         self._completed(saved)
+        if self.learner.mesh.device_type == "cpu":  # the next step needs their memory
+            self._copied = None
         if self.zero:
             metrics.CHECKPOINT_TIME.record(self._writer.written_s)
             path = self._writer.path(saved.policy_version)
