@@ -21,6 +21,7 @@ from paceline.services.policy_trainer.learn.learner import Learner
 from paceline.tagged_json import from_object, to_object
 from paceline.telemetry import extract, names, span
 from paceline.training import checkpoints, process, shards
+from paceline.training.offload import give_back_heap
 
 _PREFIX = "step-"  # a checkpoint's number is its policy version
 SKIPPED_IN_ROW = 3
@@ -55,8 +56,11 @@ class PolicyTrainer:
             f"trains micro-batch {number} of {of}"
         )
         self._writing = dist.new_group(backend="gloo")
+        # The Hugging Face directory has merged weights in place of adapters.
+        self._whole = "" if learner.weights.adapted else "learner/model"
+        self._on_cpu = learner.mesh.device_type == "cpu"
         self._writer = checkpoints.CheckpointWriter(
-            config.checkpoints_dir, self._export, prefix=_PREFIX
+            config.checkpoints_dir, self._export, prefix=_PREFIX, whole=self._whole
         )
         best = records.read_best(config.checkpoints_dir)
         self._writer.kept = best.policy_version if best else None
@@ -77,7 +81,7 @@ class PolicyTrainer:
         if found.checkpoint is not None:
             try:
                 state = checkpoints.read_checkpoint(
-                    found.checkpoint, {"learner": self.learner.state()}
+                    found.checkpoint, {"learner": self.learner.state()}, whole=self._whole
                 )
                 self.learner.load_state(state["learner"])
                 self.progress = from_object(messages.Progress, state["progress"])
@@ -131,6 +135,8 @@ class PolicyTrainer:
             self._leave_device()
             raise
         self._leave_device()
+        if self._on_cpu:  # the gateway and its workers need it during the push
+            give_back_heap()
         if publication is None:
             return
         if self.zero:
@@ -295,6 +301,9 @@ class PolicyTrainer:
                 self.zero.failed(command_id, error)
             return
         self._completed(saved)
+        if self._on_cpu:  # the next step needs their memory
+            self._copied = None
+            give_back_heap()
         if self.zero:
             metrics.CHECKPOINT_TIME.record(self._writer.written_s)
             path = self._writer.path(saved.policy_version)

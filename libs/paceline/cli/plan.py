@@ -16,7 +16,8 @@ from paceline.cli.run_files import found_models
 from paceline.config import load
 from paceline.errors import ConfigError
 from paceline.local import checks, processes, services
-from paceline.local.memory_plan import check_disk, check_memory, fit_settings
+from paceline.local.disk_plan import check_disk
+from paceline.local.memory_plan import check_memory, fit_settings
 from paceline.tasks.file import TaskFile
 from paceline.tasks.generated import is_generated, other_seed, usual_reward
 from paceline.whole_files import write_whole

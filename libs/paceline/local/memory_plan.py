@@ -4,11 +4,9 @@ The estimate includes weights, gradients, Adam's two moments, keys and values, a
 for backward. Model sizes are from config.json.
 """
 
-import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 from paceline import processor
@@ -31,10 +29,10 @@ LARGE = 128 << 20
 """Weights of this many bytes do not stay in the caches of cores."""
 ACTIVATIONS_SHARE = 16
 """Activations of a large model's forward take at most memory divided by this."""
-CHECKPOINTS = 4
-"""Checkpoints on the disk: the two newest, the best, and one that is being written."""
-SPOOLED = 5
-"""Policies on the disk for restarts: two committed sets and a prepared one, and their heads."""
+PROCESS = 130 << 20
+"""Approximate bytes of a Python process with its libraries."""
+OTHERS = 7
+"""Processes beside workers and ranks: four services, their starter, the fork server and Redis."""
 LOGITS = 4
 """Concurrent arrays of logits during computation of log-probs and entropy."""
 
@@ -77,15 +75,37 @@ def check_memory(found: Mapping[str, Any], ranks: int, gpus: Sequence[int]) -> s
     tokens = max(policy.tokens_per_micro_batch, gateway.engine.max_sequence_tokens)
     learner = policy_plan(model, policy, ranks, tokens)
     trainer = drafter_plan(model, ranks=drafter.ranks, tokens=drafter.max_micro_batch_tokens)
-    plans = (engine, learner, trainer)
     if on_gpus and drafter.device == "cuda":
         apart = found["coordinator"].learner_slots
-        return check_gpus([[engine, trainer], [learner]] if apart else [plans], min(gpus))
-    ram = processor.memory_bytes()
+        together = [[engine, trainer], [learner]] if apart else [[engine, learner, trainer]]
+        return check_gpus(together, min(gpus))
+    ram, plans = processor.memory_bytes(), host_plans(model, policy, engine, learner, trainer)
     needed = sum(one.devices * one.total for one in plans)
     verdict = "memory may run short" if needed > ram else "memory"
     sizes = f"{format_size(needed)} of {format_size(ram)}"
     return f"{verdict}: {sizes} ({', '.join(map(str, plans))})"
+
+
+def host_plans(
+    model: ModelConfig, policy: Any, engine: ServicePlan, learner: ServicePlan, trainer: ServicePlan
+) -> Sequence[ServicePlan]:
+    """The plans on a host without GPUs, with the processes themselves, and with published and saved
+    weights.
+
+    A rank keeps its rows of the last version. A push holds another version three times: in the
+    rank, in the gateway and in the workers' files. A checkpoint copies weights and moments. Both
+    follow a step, in the memory of its gradients and activations as far as it reaches.
+    """
+    trained = learner.parts["gradients"]
+    version = _share(parameters(model), learner.devices) * ITEM[policy.publish_dtype] // FLOAT
+    of_step = ("gradients", "gathered", "activations", "logits")
+    after = 3 * version + 3 * trained - sum(learner.parts[part] for part in of_step)
+    kept = {"last version": version, "push and checkpoint": max(0, after)}
+    learner = replace(learner, parts={**learner.parts, **kept})
+    alone = [
+        replace(one, parts={**one.parts, "process": PROCESS}) for one in (engine, learner, trainer)
+    ]
+    return (*alone, ServicePlan("others", 1, {"processes": OTHERS * PROCESS}))
 
 
 def fit_settings(found: Mapping[str, Any]) -> list[str]:
@@ -119,25 +139,6 @@ def fit_settings(found: Mapping[str, Any]) -> list[str]:
         for section, own, key, value in fitting
         if key not in own.model_fields_set
     ]
-
-
-def check_disk(found: Mapping[str, Any]) -> list[str]:
-    """A sentence on the disk that a run's checkpoints and spooled weights take, if the model can be
-    read.
-    """
-    gateway, policy = found["gateway"], found["policy_trainer"]
-    try:
-        model = read_config(gateway.model_dir, experts=True)
-    except PacelineError:
-        return []
-    weights, trained = parameters(model), parameters(model)
-    if policy.adapters.rank:
-        trained = adapter_parameters(model, policy.adapters.rank, policy.adapters.targets)
-    kept = FLOAT * (CHECKPOINTS * (2 * weights + 2 * trained) + SPOOLED * weights)
-    place = Path(policy.run.dir).absolute()
-    free = shutil.disk_usage(next(one for one in (place, *place.parents) if one.is_dir())).free
-    verdict = "disk may run short" if kept > free else "disk"
-    return [f"{verdict}: at most {format_size(kept)} of {format_size(free)} free"]
 
 
 def check_gpus(sharing: Sequence[Sequence[ServicePlan]], device_bytes: int) -> str:
@@ -237,12 +238,20 @@ def engine_plan(model: ModelConfig, gateway: Any, gpu: int) -> ServicePlan:
     drafters = (gateway.drafter, *engine.embedded.more_drafters)
     inner = gateway.features.layers or inner_layers_read(drafters, model.num_layers)
     keeps_states = embedded and (gateway.trajectories or set(drafters) - {OFF})
-    sequences = engine.max_batch + (engine.embedded.prefix_slots if embedded else 0)
+    states = 1 + len(inner) if keeps_states else 0
+    longest = min(engine.max_sequence_tokens, model.max_position_embeddings)
+    cells = engine.max_batch * longest
+    if embedded:
+        token = ITEM[engine.dtype] * (
+            model.num_layers * model.kv_width + states * model.hidden_size
+        )
+        own = engine.embedded
+        cells += min(own.prefix_slots * longest, own.prefix_bytes // token)
     parts = embedded_parts(
         model,
-        sequences * min(engine.max_sequence_tokens, model.max_position_embeddings),
+        cells,
         ITEM[engine.dtype],
-        states=1 + len(inner) if keeps_states else 0,
+        states=states,
         drafter=embedded and gateway.drafter != OFF,
         matrix_item=1 if engine.profile else 0,  # every profile has eight bits
     )
@@ -312,13 +321,13 @@ def policy_plan(model: ModelConfig, policy: Any, ranks: int, tokens: int) -> Ser
         "logits": LOGITS * FLOAT * rows * model.vocab_size,
     }
     stays = parts["weights"] + parts["optimizer"]
-    gathers, resharded = ranks > 1 or item != FLOAT, policy.reshard_after_forward
-    if gathers:  # resharded: the layer, the next layer, and the unit of embedding and head
-        ends = embedding_parameters(model)
-        weights, gradients = (ends + 2 * layer, ends + layer) if resharded else (count, count)
-        summed = min(gradients, adapters or gradients)
-        parts["gathered"] = item * (weights + adapters) + FLOAT * summed
-    whole = item * count if gathers and not resharded else 0
+    resharded = policy.reshard_after_forward
+    # resharded: the layer, the next layer, and the unit of embedding and head
+    ends = embedding_parameters(model)
+    weights, gradients = (ends + 2 * layer, ends + layer) if resharded else (count, count)
+    summed = min(gradients, adapters or gradients) if ranks > 1 or item != FLOAT else 0
+    parts["gathered"] = item * (weights + adapters) + FLOAT * summed
+    whole = 0 if resharded else item * count
     if policy.algorithm.name == "ppo":
         decoder = layers * layer + model.vocab_size * model.hidden_size
         own = _share(decoder, ranks)

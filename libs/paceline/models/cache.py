@@ -1,8 +1,9 @@
-"""Keys and values of every slot, allocated once. The engine assigns requests to slots.
+"""Keys and values of every slot. The engine assigns requests to slots.
 
-A cell holds one head's key or value of one token. Cells of a head are ordered by position, as
-attention reads them. One indexed copy per layer stores the output of the fused projection for a
-block.
+Addresses for all slots are reserved at once; a slot takes memory for the tokens that it holds
+(pages.py). A cell holds one head's key or value of one token. Cells of a head are ordered by
+position, as attention reads them. One indexed copy per layer stores the output of the fused
+projection for a block.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from paceline.models import pages
 from paceline.models.config import ModelConfig
+
+SPARED = 2 << 20
+"""A slot with fewer bytes keeps its pages for the next request: to take them again costs time."""
 
 
 class StaticCache:
@@ -28,9 +33,27 @@ class StaticCache:
     ) -> None:
         self.capacity = capacity
         self._heads, self._dim = config.num_kv_heads, config.head_dim
-        shape = (layers, slots, 2 * self._heads, capacity, self._dim)
-        self.data = torch.zeros(shape, dtype=dtype, device=device)
-        self._flat = self.data.view(layers, -1, self._dim).unbind(0)
+        self._shape = (layers, slots, 2 * self._heads, capacity, self._dim)
+        self.token_bytes = layers * 2 * self._heads * self._dim * dtype.itemsize
+        self.data = torch.empty(0, dtype=dtype, device=device)
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Allocates zeros: masked cells are multiplied too. Raises ResourceExhausted."""
+        self.data = pages.zeros(self._shape, self.data.dtype, self.data.device)
+        self._flat = self.data.view(self._shape[0], -1, self._dim).unbind(0)
+
+    def release(self) -> int:
+        """Frees all memory until `allocate`; returns bytes."""
+        size = self.data.nbytes
+        self.data, self._flat = self.data.new_empty(0), ()
+        return size
+
+    def clear(self, slot: int, length: int) -> None:
+        """Gives the memory of a slot back, which held `length` tokens, unless these are few."""
+        if length * self.token_bytes >= SPARED:
+            for layer in self.data[:, slot]:
+                pages.give_back(layer)
 
     def cells(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Cells for tokens of slots [B] at positions [B, Q]: int64 [B, Q, 2 * kv_heads]."""

@@ -126,6 +126,7 @@ class CachedDrafter(net_drafter.NetDrafter[Net]):
 
     def free(self, slot: int) -> None:
         """Clears a slot."""
+        self._cache.clear(slot, self._valid[slot])
         self._valid[slot] = 0
 
     def move(self, source: int, destination: int, length: int) -> None:

@@ -4,8 +4,9 @@
     shards/*.safetensors   tensors (shards.py), a file per rank
     state.json             everything else
     manifest.json          the sha256 of each file (whole_files.py)
-and the files written by `export`. Any number of ranks can load it. A checkpoint is written under
-another name and renamed once all of it is on disk.
+and the files written by `export`. Tensors that its model.safetensors holds whole are in no shard.
+Any number of ranks can load it. A checkpoint is written under another name and renamed once all of
+it is on disk.
 """
 
 import json
@@ -31,7 +32,9 @@ from paceline.training.shards import local_of, read_each, read_shards, tensors_o
 from paceline.whole_files import check_hashes, read_hashes, sync_path, write_hashes
 
 PREFIX = "checkpoint-"
-SHARDS, STATE = "shards", "state.json"
+SHARDS, STATE, WHOLE = "shards", "state.json", "model.safetensors"
+_PASSING = "whole-"
+"""Start of the names of shards that only `export` reads."""
 KEPT = 2
 """Number of newest checkpoints kept."""
 DAMAGED = ".damaged"
@@ -54,8 +57,13 @@ class CheckpointWriter:
         export: Callable[[dict[str, Any], Path], None],
         *,
         prefix: str = PREFIX,
+        whole: str = "",
     ) -> None:
+        """`whole`: path of the tensors, such as "learner/model", that `export` writes to WHOLE;
+        empty: none.
+        """
         self._directory, self._export, self._prefix = directory, export, prefix
+        self._whole = whole
         self.kept: int | None = None
         """Number of one additional checkpoint that stays."""
         self.written_s = 0.0
@@ -111,18 +119,16 @@ class CheckpointWriter:
     def _write(self, state: dict[str, Any], number: int, writing: dist.ProcessGroup | None) -> None:
         began, fresh = time.perf_counter(), self._directory / f".{number}.tmp"
         rank = dist.get_rank()
-        own = {"file": f"{SHARDS}/rank-{rank}.safetensors", "hash": "", "failure": ""}
+        own, failure = dict[str, str](), ""
         try:
-            (fresh / SHARDS).mkdir(parents=True, exist_ok=True)
-            tensors = dict(tensors_of(state))
-            own["hash"] = write_shard(fresh / own["file"], tensors, rank=rank, wrote=self._moves)
+            own = self._write_shards(state, fresh, rank)
         except OSError as error:
-            own["failure"] = _cause(error)
+            failure = _cause(error)
         try:
-            written = from_all_ranks(own, writing)
-            self._failure = next((one["failure"] for one in written if one["failure"]), None)
+            written = from_all_ranks((own, failure), writing)
+            self._failure = next((failed for _, failed in written if failed), None)
             if rank == 0 and self._failure is None:
-                hashes = {one["file"]: one["hash"] for one in written}
+                hashes = {file: found for files, _ in written for file, found in files.items()}
                 try:
                     self._complete(state, hashes, fresh, self.path(number))
                 except (OSError, SafetensorError, RuntimeError, PacelineError) as error:
@@ -135,6 +141,20 @@ class CheckpointWriter:
             shutil.rmtree(fresh, ignore_errors=True)
         self.written_s = time.perf_counter() - began
 
+    def _write_shards(self, state: dict[str, Any], fresh: Path, rank: int) -> dict[str, str]:
+        """The hashes of this rank's files, by name."""
+        (fresh / SHARDS).mkdir(parents=True, exist_ok=True)
+        own, tensors = f"rank-{rank}.safetensors", dict(tensors_of(state))
+        exported = _below(self._whole, tensors)
+        kept = {name: tensor for name, tensor in tensors.items() if name not in exported}
+        files = {f"{SHARDS}/{own}": kept}
+        if exported and dist.get_world_size() > 1:
+            files[f"{SHARDS}/{_PASSING}{own}"] = exported
+        return {
+            file: write_shard(fresh / file, part, rank=rank, wrote=self._moves)
+            for file, part in files.items()
+        }
+
     def _moves(self) -> None:
         self._moved += 1
 
@@ -145,6 +165,9 @@ class CheckpointWriter:
         (fresh / STATE).write_text(described, encoding="utf-8")
         write_hashes(fresh, hashes)  # `export` reads the shards by these hashes
         self._export(state, fresh)
+        for passing in (fresh / SHARDS).glob(f"{_PASSING}*"):
+            passing.unlink()
+            del hashes[f"{SHARDS}/{passing.name}"]
         write_hashes(fresh, hashes)
         for path in [*fresh.rglob("*"), fresh]:
             sync_path(path)
@@ -199,16 +222,23 @@ def checkpoint_numbers(directory: Path, prefix: str = PREFIX) -> list[int]:
     return sorted(int(name) for name in names if name.isdigit())
 
 
-def read_checkpoint(checkpoint: Path, like: Mapping[str, Any]) -> dict[str, Any]:
+def read_checkpoint(
+    checkpoint: Path, like: Mapping[str, Any], *, whole: str = ""
+) -> dict[str, Any]:
     """Reads the state.
 
     `like` is a state with tensors to overwrite, for any sharding. Tensors in only one of both are
-    skipped. Raises DataLoss when shapes, types or bytes do not match. A checkpoint from
-    `find_whole` needs no other check.
+    skipped. `whole`: as the writer's; a checkpoint may have these tensors in its shards. Raises
+    DataLoss when shapes, types or bytes do not match. A checkpoint from `find_whole` needs no other
+    check.
     """
     state, tensors = read_state(checkpoint), dict(tensors_of(like))
     with _loading(checkpoint):
         found = read_shards(_shard_files(checkpoint), tensors)
+        exported = _below(whole, {name: tensors[name] for name in tensors.keys() - found})
+        if exported:
+            named = {name.removeprefix(f"{whole}/"): one for name, one in exported.items()}
+            found |= {f"{whole}/{name}" for name in read_shards([checkpoint / WHOLE], named)}
     for name in filter(found.__contains__, tensors):
         *path, last = name.split("/")
         node = state
@@ -222,12 +252,15 @@ def read_each_whole(
     checkpoint: Path, part: str, like: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
     """The unsharded tensors under `part`, such as "learner/model", sorted by name, one at a time to
-    save memory, on this rank alone. Raises DataLoss.
+    save memory, on this rank alone: those of the written state `like` with one rank, else of the
+    shards. Raises DataLoss.
     """
-    found = {name: tensor for name, tensor in tensors_of(like) if name.startswith(part + "/")}
+    found = _below(part, dict(tensors_of(like)))
     with _loading(checkpoint):
-        for name, tensor in read_each(_shard_files(checkpoint), found):
-            yield name.removeprefix(part + "/"), tensor
+        alone = dist.get_world_size() == 1
+        whole = sorted(found.items()) if alone else read_each(_shard_files(checkpoint), found)
+        for name, tensor in whole:
+            yield name.removeprefix(part + "/"), local_of(tensor)
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -274,6 +307,11 @@ def copy_local(source: Tensor, target: Tensor) -> None:
     target = local_of(target)
     # To the device first: a quantised target computes with its input.
     target.copy_(local_of(source).to(target.device))
+
+
+def _below(part: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose path of keys begins with `part`; none for an empty part."""
+    return {name: one for name, one in tensors.items() if part and name.startswith(f"{part}/")}
 
 
 def _shard_files(checkpoint: Path) -> list[Path]:

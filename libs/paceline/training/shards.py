@@ -2,7 +2,7 @@
 
 FSDP2 shards tensors by rows. Each file has its rank's rows of a sharded tensor; the header's
 metadata holds the first row and the total number of rows under `rows`. Other tensors are whole in
-rank 0's file.
+rank 0's file, as all are in a file without such metadata.
 """
 
 import hashlib
@@ -111,7 +111,7 @@ def _pieces(
     pieces: dict[str, list[Piece]] = {}
     for path in files:
         file = stack.enter_context(safe_open(path, framework="pt"))
-        rows = json.loads(file.metadata()[ROWS])
+        rows = json.loads((file.metadata() or {}).get(ROWS, "{}"))
         for name in sorted(set(file.keys()) & set(names)):
             piece = (*rows.get(name, (0, None)), file.get_slice(name))
             pieces.setdefault(name, []).append(piece)

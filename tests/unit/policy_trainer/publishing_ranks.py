@@ -63,7 +63,7 @@ def main(model: Path, out: Path, given: Mapping[str, object]) -> None:
             weights = read_each_whole(checkpoint, "learner/model", state)
             write_causal_lm(weights, learner.weights.shapes(), model, checkpoint)
 
-    writer = CheckpointWriter(out / "checkpoints", export)
+    writer = CheckpointWriter(out / "checkpoints", export, whole="learner/model")
     writer.write({"learner": learner.state()}, 1, None if alone else dist.new_group())
     writer.wait()
     full = whole(learner.weights.published())

@@ -124,6 +124,9 @@ def test_an_export_says_in_transformers_what_was_trained(model_dir: Path, tmp_pa
     trained = LlamaForCausalLM.from_pretrained(model_dir)
     trained.load_state_dict(full, strict=False)
     ids = torch.arange(40)[None]
+    shards = sorted((tmp_path / "checkpoints/checkpoint-1/shards").iterdir())
+    assert [path.name for path in shards] == ["rank-0.safetensors", "rank-1.safetensors"]
+    assert not any("/model/" in name for path in shards for name in load_file(path))
     assert loaded.dtype == torch.float32
     assert torch.equal(loaded(ids).logits, trained(ids).logits)
 

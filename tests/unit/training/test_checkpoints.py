@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from rank_processes import run_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from unit.training import writing_ranks
 
 from paceline import whole_files
@@ -23,6 +23,7 @@ from paceline.training.checkpoints import (
     PREFIX,
     SHARDS,
     STATE,
+    WHOLE,
     CheckpointWriter,
     checkpoint_numbers,
     find_whole,
@@ -161,6 +162,33 @@ def test_a_checkpoint_holds_safetensors_and_json_alone(tmp_path: Path) -> None:
     assert names == {STATE, SHARD, MANIFEST, "model.txt"}
     assert json.loads((checkpoint / STATE).read_text())["learner"] == {"model": {}, "steps": 1}
     assert set(load_file(checkpoint / SHARD)) == {"learner/model/a.w", "learner/model/b"}
+
+
+def test_tensors_of_the_exported_model_are_stored_there_alone(tmp_path: Path) -> None:
+    def export_model(state: dict[str, Any], directory: Path) -> None:
+        save_file(dict(read_each_whole(directory, "learner/model", state)), directory / WHOLE)
+
+    moments = {"optimizer": {"a.w": torch.full((3, 2), 5.0)}}
+    writer = CheckpointWriter(tmp_path, export_model, whole="learner/model")
+    writer.write({**state(1.0), **moments}, 1, None)
+    writer.wait()
+    checkpoint = tmp_path / "checkpoint-1"
+    assert set(load_file(checkpoint / SHARD)) == {"optimizer/a.w"}
+    assert set(load_file(checkpoint / WHOLE)) == {"a.w", "b"}
+    like = {**state(0.0), "optimizer": {"a.w": torch.zeros(3, 2)}}
+    read = read_checkpoint(checkpoint, like, whole="learner/model")
+    assert read["learner"]["model"]["a.w"].tolist() == [[1.0, 1.0]] * 3
+    assert (float(read["learner"]["model"]["b"]), read["learner"]["steps"]) == (1.0, 1)
+    assert read["optimizer"]["a.w"].tolist() == [[5.0, 5.0]] * 3
+
+    (checkpoint / WHOLE).write_bytes(b"")
+    assert find_whole(tmp_path, PREFIX, None).checkpoint is None
+
+
+def test_a_checkpoint_with_the_weights_in_its_shards_is_read_too(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    read = read_checkpoint(tmp_path / "checkpoint-1", state(0.0), whole="learner/model")
+    assert float(read["learner"]["model"]["b"]) == 1.0
 
 
 class Planted:

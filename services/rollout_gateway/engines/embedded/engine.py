@@ -19,6 +19,7 @@ from paceline.services.rollout_gateway.engines.embedded import (
     drafters,
     kv_cache,
     prefill,
+    prefix_cache,
     speculative,
 )
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec, row_layout
@@ -47,12 +48,13 @@ class EmbeddedEngine:
         self._grammars = grammars.GrammarMasks(config, model_dir)
         self._build_model(spec, config, sink)
         self._scheduler = prefill.Scheduler(spec.max_batch, spec.prefill_tokens)
-        self._prefixes = kv_cache.PrefixCache(
+        self._prefixes = prefix_cache.PrefixCache(
             spec.max_batch,
             spec.prefix_slots,
             self._store.kv.capacity,
             self._store,
             spec.prefix_tokens,
+            spec.prefix_bytes // self._store.token_bytes,
         )
         self._prefill = prefill.Prefill(self._scheduler, self._prefixes, self._store, self._weights)
         self._stopwatch, self._busy = timing.Stopwatch(timing.compute_clock()), timing.Stopwatch()
@@ -147,6 +149,7 @@ class EmbeddedEngine:
         self._ended = sum((sequence.speculation for sequence in rows), self._ended)
         for slot, sequence in zip(slots, rows, strict=True):
             self._prefixes.retain(slot, sequence)
+            self._store.clear(slot, sequence.length)
         moves, freed = self._scheduler.remove(rows)
         for source, destination, sequence in moves:
             self._store.move(source, destination, sequence.length)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from paceline.models.cache import cache_rows
 from paceline.models.decoder import forward_hidden, head_logits, make_block
-from paceline.services.rollout_gateway.engines.embedded.kv_cache import PrefixCache, SlotStore
+from paceline.services.rollout_gateway.engines.embedded.kv_cache import SlotStore
+from paceline.services.rollout_gateway.engines.embedded.prefix_cache import PrefixCache
 from paceline.services.rollout_gateway.engines.embedded.weights import EngineWeights
 from paceline.services.rollout_gateway.engines.requests.draws import score_prompt
 from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence

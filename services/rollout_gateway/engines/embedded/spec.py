@@ -43,9 +43,9 @@ class EmbeddedConfig(Config):
     than this saves.
     """
     prefix_slots: int = Field(default=32, ge=0)
-    """Number of ended requests kept for prompts with the same beginning, each as large as a running
-    request; 0: none.
-    """
+    """Maximum number of ended requests kept for prompts with the same beginning; 0: none."""
+    prefix_bytes: int = Field(default=512 << 20, ge=0)
+    """Maximum memory of the ended requests that are kept, bytes."""
     answer_versions: int = Field(default=128, ge=0)
     """Policy versions for which the n-gram drafter keeps an answer. A prompt returns after an
     epoch, 30 to 100 versions for 7,500 to 12,000 tasks. 0: only answers of the serving policy.

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from paceline.services.rollout_gateway.engines.embedded import kv_cache
-from paceline.services.rollout_gateway.engines.embedded.kv_cache import (
+from paceline.services.rollout_gateway.engines.embedded import prefix_cache
+from paceline.services.rollout_gateway.engines.embedded.prefix_cache import (
     MIN_PREFIX,
     Match,
     PrefixCache,
@@ -41,6 +41,10 @@ class Store:
         assert stop <= len(self.slots[source]), "nothing is cached there"
         self.slots[destination][start:stop] = self.slots[source][start:stop]
         self.copies.append((source, destination))
+
+    def clear(self, slot: int, length: int) -> None:
+        assert length <= len(self.slots[slot]), "nothing is cached there"
+        self.slots[slot] = []
 
 
 def sequence(tokens: Tokens, said: int = 0, *, stale: bool = False) -> RunningSequence:
@@ -179,7 +183,7 @@ def numbers(count: int, seed: int = 0) -> Tokens:
 def test_a_collision_of_hashes_costs_a_hit_and_never_gives_foreign_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kv_cache, "hash", lambda _: 7, raising=False)
+    monkeypatch.setattr(prefix_cache, "hash", lambda _: 7, raising=False)
     index = PrefixIndex(2, CAPACITY)
     held, other = (
         np.array(numbers(60), dtype=np.int32),
@@ -218,6 +222,17 @@ def test_the_least_recently_used_sequence_makes_room_and_memory_is_bounded() -> 
         2: 0,
     }
     assert {destination for _, destination in store.copies} <= set(range(RUNNING + RETAINED))
+
+
+def test_retained_sequences_leave_in_the_order_of_use_until_a_new_one_fits() -> None:
+    store = Store()
+    cache = PrefixCache(RUNNING, RETAINED, CAPACITY, store, most=100)
+    for seed, length in ((0, 40), (1, 50), (2, 60), (3, 101)):  # the last one never fits
+        store.slots[0] = list(numbers(length, seed))
+        cache.retain(0, sequence(numbers(length + 1, seed)))
+        assert sum(len(store.slots[RUNNING + place]) for place in range(RETAINED)) <= 100
+    found = [cache.reuse(1, waiting(numbers(61, seed))) for seed in range(4)]
+    assert found == [0, 0, 60, 0]
 
 
 def test_a_retained_sequence_that_serves_as_well_as_a_running_one_counts_as_used() -> None:

@@ -64,9 +64,10 @@ def build(model_dir: Path, **settings: object) -> Engine:
     return EmbeddedEngine(EmbeddedSpec.model_validate(given))
 
 
-def answer(engine: Engine, prompt: int = 8) -> tuple[int, ...]:
+def answer(engine: Engine, prompt: int = 8, first: int = 3) -> tuple[int, ...]:
     """Return the tokens of one request with a prompt of `prompt` tokens."""
-    engine.enqueue(Request(0, tuple(range(3, 3 + prompt)), Sampling(seed=1, max_tokens=4)))
+    asked = tuple(range(first, first + prompt))
+    engine.enqueue(Request(0, asked, Sampling(seed=1, max_tokens=4)))
     tokens: tuple[int, ...] = ()
     while engine.has_work:
         for chunk in engine.step():
@@ -120,6 +121,19 @@ def test_a_released_cache_leaves_the_process_and_comes_back_empty(model_dir: Pat
     for _ in range(2):
         assert len(answer(engine, prompt=CAPACITY - 8)) == 4
     assert live_bytes() == held
+
+
+@pytest.mark.usefixtures("unpacked")
+def test_ended_requests_take_no_more_than_their_budget(model_dir: Path) -> None:
+    engine = build(model_dir, max_batch=1, prefix_slots=8, prefix_bytes=16 * MIB)
+    answer(engine, prompt=CAPACITY - 8)
+    held = resident_bytes()
+    for first in range(100, 106):  # 8 MiB each, and nothing in common
+        answer(engine, prompt=CAPACITY - 8, first=first)
+    assert resident_bytes() - held < 8 * MIB + 4 * MIB  # the second of two kept requests
+    assert engine.load.prefixes.reused_tokens == 0
+    answer(engine, prompt=CAPACITY - 8, first=105)
+    assert engine.load.prefixes.reused_tokens > CAPACITY / 2
 
 
 @pytest.mark.slow
