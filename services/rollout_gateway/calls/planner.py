@@ -259,7 +259,9 @@ class Planner:
             sampling = plan.sampling
             if sampling.seed == UNSEEDED and about.seed is not None:
                 sampling = replace(sampling, seed=generation_seed(about.seed, number))
-            found.append(replace(plan, session=session, sampling=sampling, capture=about.capture))
+            arm, captured = plan.forced_arm or about.forced_arm, about.capture
+            named = {"sampling": sampling, "capture": captured, "forced_arm": arm}
+            found.append(replace(plan, session=session, **named))
         return found
 
     def _implicit(self, asked: bool) -> Assignment | None:
