@@ -296,3 +296,9 @@ def verifiers_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (modules / "tiny_sums.py").write_text(own.read_text(encoding="utf-8"), encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(modules), prepend=os.pathsep)
     return str(found)
+
+
+@pytest.fixture
+def openenv_python() -> str:
+    """A Python with OpenEnv's package, for a server."""
+    return str(_python_of("openenv", "openenv>=0.10,<0.11"))

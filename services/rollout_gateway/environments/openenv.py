@@ -102,19 +102,24 @@ class OpenEnv:
 
         Raises InvalidInput for metadata of another form, or when the server refuses an action.
         """
-        async with self._session() as ask:
-            messages: list[Message] = []
+        messages: list[Message] = []
+        async with self._session(_reset_arguments(task)) as (ask, begun):
             try:
-                return await self._lead(ask, task, model, messages)
+                return await self._lead(ask, begun, task, model, messages)
             except Unavailable as error:
                 log.warning("a server was lost", task=task.task_id, error=str(error))
                 spoken = [one.content for one in messages if one.role == "assistant"]
                 return Episode(task, spoken[-1] if spoken else "", "error", tuple(messages))
 
     async def _lead(
-        self, ask: "_Session", task: EpisodeTask, model: Model, messages: list[Message]
+        self,
+        ask: "_Session",
+        result: _Result,
+        task: EpisodeTask,
+        model: Model,
+        messages: list[Message],
     ) -> Episode:
-        result = await ask.result("reset", _reset_arguments(task))
+        """`result`: of the reset. `messages`: empty; receives the conversation."""
         tools = [schema(tool) for tool in await ask.tools()]
         if not tools and not self._field:
             message = f"{self._url} has neither tools nor one field for text; name it by ?action="
@@ -184,16 +189,18 @@ class OpenEnv:
         return shortened(json.dumps(found, ensure_ascii=False)) if found else ""
 
     @asynccontextmanager
-    async def _session(self) -> AsyncIterator["_Session"]:
-        """A session of the server; waits while the server is full. Raises Unavailable."""
+    async def _session(self, reset: Mapping[str, Any]) -> AsyncIterator[tuple["_Session", _Result]]:
+        """A session of the server with the result of its reset; waits while the server is full.
+        Raises InvalidInput, Unavailable.
+        """
         while True:
             async with self._connected() as connection:
                 session = _Session(connection, self._url, self._options.deadline_s)
                 with suppress(_Full):
-                    await session.state()
+                    begun = await session.result("reset", reset)
                     self._open += 1
                     try:
-                        yield session
+                        yield session, begun
                     finally:
                         self._open -= 1
                         async with self._ended:
@@ -233,7 +240,9 @@ class _Session:
         self._connection, self._url, self._deadline_s = connection, url, deadline_s
 
     async def result(self, kind: str, data: Mapping[str, Any]) -> _Result:
-        """The answer to reset or step. Raises InvalidInput, Unavailable."""
+        """The answer to reset or step. Raises InvalidInput, Unavailable, and _Full when the server
+        has no session for this connection.
+        """
         try:
             result = _Result.model_validate(await self._ask(kind, data))
         except ValidationError as error:
@@ -242,10 +251,6 @@ class _Session:
         if result.reward is not None and not math.isfinite(result.reward):
             raise InvalidInput(f"{self._url} sent a reward that is not finite", seen=result.reward)
         return result
-
-    async def state(self) -> Mapping[str, Any]:
-        """The server's state. Raises _Full when the server has no session for this connection."""
-        return await self._ask("state", {})
 
     async def tools(self) -> list[Tool]:
         """The server's tools; none without the protocol of tools."""
@@ -262,7 +267,7 @@ class _Session:
             await self._connection.send(json.dumps({"type": "close"}))
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        message = {"type": kind} if kind == "state" else {"type": kind, "data": dict(data)}
+        message = {"type": kind, "data": dict(data)}
         limit_s = patient(self._deadline_s)
         try:
             async with asyncio.timeout(limit_s):
