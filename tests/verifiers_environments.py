@@ -80,6 +80,15 @@ def load_environment(kind: str = "single", fault: str = "") -> vf.Environment:
         for text, answer in zip(QUESTIONS, answers, strict=True)
     ]
     print("text of an environment on stdout")
+    if kind == "gcd":  # for the demo's policy, whose vocabulary is small
+        pairs = ("273:077", "584:496", "120:090", "084:036")
+        asked = [{"question": f"{one}=", "answer": one[-1]} for one in pairs]
+        rubric = vf.Rubric(funcs=[says, brevity], weights=[1.0, 0.5])
+        return vf.SingleTurnEnv(
+            dataset=Dataset.from_list(asked),
+            eval_dataset=Dataset.from_list(asked[:3]),
+            rubric=rubric,
+        )
     data = {"dataset": Dataset.from_list(rows), "eval_dataset": Dataset.from_list(rows[:3])}
     rubric = vf.Rubric(funcs=[says, brevity], weights=[1.0, 0.5])
     if kind == "multi":

@@ -63,6 +63,7 @@ class Host:
         self._rolling: set[str] = set()  # session keys that hold a place
         self._lost: Counter[str] = Counter()  # finally failed samples, by group
         self._claims: asyncio.Task[None] | None = None
+        self._stopping = False
         self._samples: set[asyncio.Task[None]] = set()
 
     async def prepare(self) -> None:
@@ -73,6 +74,7 @@ class Host:
 
     async def stop(self) -> None:
         """End the claims, the samples and the child."""
+        self._stopping = True
         await cancel(self._claims, *self._samples)
         if self._child is not None:
             await self._child.stop()
@@ -80,7 +82,10 @@ class Host:
     async def _claim(self) -> None:
         while True:
             await self._places.acquire()
-            claimed = await self._gateway.agents.claim(None, environment=self._name)
+            try:
+                claimed = await self._gateway.agents.claim(None, environment=self._name)
+            except Unavailable:  # the gateway stops
+                return
             assert claimed is not None
             session, task = claimed
             self._rolling.add(session.api_key)
@@ -210,7 +215,8 @@ class Host:
         finally:
             await child.stop()
             seen = f"exit code {child.returncode}{child.verdict}"
-            log.warning("a child of an environment was lost", environment=self._name, end=seen)
+            if not self._stopping:
+                log.warning("a child of an environment was lost", environment=self._name, end=seen)
             for answer in self._answers.values():
                 if not answer.done():
                     answer.set_exception(

@@ -47,6 +47,11 @@ async def run(
     return sorted(samples, key=lambda one: (one.task_id, one.sample_index))
 
 
+async def exported(served: Any, session_id: str, form: str) -> list[dict[str, Any]]:
+    path = f"/v1/sessions/{session_id}/export"
+    return list((await served.http.get(path, params={"form": form})).json()[form])
+
+
 @pytest.fixture
 def serve(conversations: ServeGateway, verifiers_python: str) -> Any:
     return lambda **keys: conversations(run={"verifiers_python": verifiers_python}, **keys)
@@ -76,13 +81,15 @@ async def test_a_session_has_every_turn_of_its_environment(
         name, first = f"verifiers:tiny_sums?kind={kind}", slice(0, 1)
         found = await run(served, name, verifiers_python, wanted=first, samples_per_task=1)
         assert [one.reward.parts["num_turns"] for one in found] == [turns]
-        path = f"/v1/sessions/{found[0].session_id}/export"
-        tree = (await served.http.get(path, params={"form": "tree"})).json()["tree"]
+        tree, samples = [
+            await exported(served, found[0].session_id, form) for form in ("tree", "samples")
+        ]
     assert len(tree) == turns
     assert tree[1]["parent"] == tree[0]["completion_id"]
-    # the second turn begins with the first one's exact tokens
+    # the second turn adds its own tokens to the first one's, which are not tokenised again
+    assert len(samples) == 1
     known = [*tree[0]["prompt_ids"], *tree[0]["response_ids"]]
-    assert tree[1]["prompt_ids"][: len(known)] == known
+    assert samples[0]["token_ids"] == [*known, *tree[1]["prompt_ids"], *tree[1]["response_ids"]]
 
 
 async def test_a_rubric_of_groups_scores_siblings_together(
