@@ -32,7 +32,7 @@ def rank(completions: Any, **_: Any) -> list[float]:
     return [sum(size < other for other in sizes) + float(len(sizes)) for size in sizes]
 
 
-def weather(city: str) -> str:
+def weather(city: str, days: float = 1.0) -> str:
     """The weather of a city."""
     return f"rain in {city}"
 
@@ -101,6 +101,8 @@ def load_environment(kind: str = "single", fault: str = "") -> vf.Environment:
     if kind == "group":
         rubric.add_reward_func(rank, weight=1.0)
     if kind == "failing":
-        own = NoReward(funcs=[says]) if fault == "rewardless" else rubric
-        return Failing(fault, rubric=own, **data)
+        failing = Failing(fault, rubric=rubric, **data)
+        if fault == "rewardless":
+            failing.rubric = NoReward(funcs=[says])
+        return failing
     return vf.SingleTurnEnv(rubric=rubric, **data)

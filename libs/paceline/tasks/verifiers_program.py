@@ -102,7 +102,7 @@ class Leader:
         import openai
 
         self._environment, self._order, self._answers = environment, order, answers
-        self._grouped = bool(getattr(environment, "requires_group_rollouts", False))
+        self.grouped = bool(getattr(environment, "requires_group_rollouts", False))
         authority = ssl.create_default_context(cafile=order["authority"] or None)
         self._http = openai.DefaultAsyncHttpxClient(
             timeout=ANSWER_S,
@@ -150,7 +150,7 @@ class Leader:
             raise error if isinstance(error, BaseException) else RuntimeError(str(error))
         if not environment.score_rollouts:
             raise RuntimeError("the environment has score_rollouts=False, so it has no reward")
-        if self._grouped:
+        if self.grouped:
             await self._scored_with_siblings(sample, state)
         else:
             await environment.rubric.score_rollout(state)
@@ -216,7 +216,7 @@ async def _serve(leader: Leader, requests: Any) -> None:
         os._exit(0)
 
     threading.Thread(target=read, daemon=True).start()
-    leader.tell(ready=True)
+    leader.tell(ready=True, grouped=leader.grouped)
     await loop.create_future()
 
 

@@ -259,9 +259,8 @@ class Planner:
             sampling = plan.sampling
             if sampling.seed == UNSEEDED and about.seed is not None:
                 sampling = replace(sampling, seed=generation_seed(about.seed, number))
-            arm, captured = plan.forced_arm or about.forced_arm, about.capture
-            named = {"sampling": sampling, "capture": captured, "forced_arm": arm}
-            found.append(replace(plan, session=session, **named))
+            plan = replace(plan, session=session, sampling=sampling, capture=about.capture)
+            found.append(replace(plan, forced_arm=plan.forced_arm or about.forced_arm))
         return found
 
     def _implicit(self, asked: bool) -> Assignment | None:

@@ -23,7 +23,7 @@ from paceline.errors import ConfigError, InvalidInput, Unavailable
 from paceline.local.patience import patient
 from paceline.services.rollout_gateway.chat.messages import Message, ToolCall
 from paceline.services.rollout_gateway.environments import Episode, EpisodeTask, Model, kinds
-from paceline.services.rollout_gateway.environments.tools import Tool, schema, shortened
+from paceline.services.rollout_gateway.environments.tools import shortened
 from paceline.telemetry import get_logger
 
 PREFIX = "openenv:"
@@ -36,6 +36,10 @@ FULL_S = 1.0
 """Pause before another connection to a server that is full with sessions of others."""
 ALLOWED = f"{PREFIX}http://HOST:PORT[?action=FIELD&observation=FIELD&reward=last|sum&deadline_s=60]"
 log = get_logger(__name__)
+
+
+AWAY = "OPENENV_AWAY"
+"""Error reason for a server that does not answer."""
 
 
 class Options(BaseModel):
@@ -56,6 +60,7 @@ class _Result(BaseModel):
     done: bool = False
 
 
+_Act = tuple[Mapping[str, Any] | _Result, ToolCall | None]
 _ARGUMENTS: TypeAdapter[dict[str, JsonValue]] = TypeAdapter(dict[str, JsonValue])
 
 
@@ -90,7 +95,7 @@ class OpenEnv:
                 answer = (await client.get(f"{self._url}/schema")).raise_for_status().json()
                 found = answer["action"].get("properties", {})
         except (httpx.HTTPError, ValueError, KeyError, AttributeError) as error:
-            raise self._away(f"/schema: {type(error).__name__}: {error}") from error
+            raise _away(self._url, "/schema", error) from error
         texts = [name for name, one in found.items() if _takes_text(name, one)]
         if self._options.action and self._options.action not in found:
             message, allowed = f"an action of {self._url} has no such field", ", ".join(found)
@@ -98,18 +103,19 @@ class OpenEnv:
         self._field = self._options.action or (texts[0] if len(texts) == 1 else "")
 
     async def run(self, task: EpisodeTask, model: Model) -> Episode:
-        """Lead one sample. A lost server ends it with finish "error".
+        """Lead one sample. A server that is away or lost ends it with finish "error".
 
         Raises InvalidInput for metadata of another form, or when the server refuses an action.
         """
         messages: list[Message] = []
-        async with self._session(_reset_arguments(task)) as (ask, begun):
-            try:
+        try:
+            async with self._session(_reset_arguments(task)) as (ask, begun):
                 return await self._lead(ask, begun, task, model, messages)
-            except Unavailable as error:
-                log.warning("a server was lost", task=task.task_id, error=str(error))
-                spoken = [one.content for one in messages if one.role == "assistant"]
-                return Episode(task, spoken[-1] if spoken else "", "error", tuple(messages))
+        except Unavailable as error:
+            if error.reason != AWAY:  # of the gateway itself
+                raise
+            log.warning("an OpenEnv server was lost", task=task.task_id, error=str(error))
+            return Episode(task, _last_said(messages), "error", tuple(messages))
 
     async def _lead(
         self,
@@ -120,7 +126,7 @@ class OpenEnv:
         messages: list[Message],
     ) -> Episode:
         """`result`: of the reset. `messages`: empty; receives the conversation."""
-        tools = [schema(tool) for tool in await ask.tools()]
+        tools = await ask.tools()
         if not tools and not self._field:
             message = f"{self._url} has neither tools nor one field for text; name it by ?action="
             raise ConfigError(message, seen="several fields, or none", allowed=ALLOWED)
@@ -128,12 +134,13 @@ class OpenEnv:
         seen = self._text(result)
         messages += [*before, Message("user", "\n\n".join(filter(None, (last.content, seen))))]
         rewards: list[float] = []
-        finish, turns = "length", kinds.turns_of(task)
-        for left in reversed(range(turns)):
+        finish = "length"
+        for _ in range(kinds.turns_of(task)):
             turn = await model.chat(tuple(messages), tools)
             messages.append(turn.message)
-            calls, finish = turn.message.tool_calls, turn.finish
-            if finish not in ("stop", "tool_calls") or (tools and not calls):
+            ends = turn.finish not in ("stop", "tool_calls", "length")
+            if ends or (tools and not turn.message.tool_calls):
+                finish = turn.finish
                 break
             for action, call in self._actions(turn.message, tools):
                 result = action if isinstance(action, _Result) else await ask.result("step", action)
@@ -141,35 +148,32 @@ class OpenEnv:
                 messages.append(_answer(self._text(result), call))
                 if result.done:
                     break
-            finish = "stop" if result.done or left else "length"
-            if result.done:
+            if result.done or turn.finish == "length":
+                finish = turn.finish
                 break
-        total = sum(rewards) if self._options.reward == "sum" else rewards[-1] if rewards else None
-        reward = None if not rewards else total
-        text = next(one.content for one in reversed(messages) if one.role == "assistant")
-        return Episode(task, text, finish, tuple(messages), reward)
+        reward = sum(rewards) if self._options.reward == "sum" else (rewards or [0.0])[-1]
+        told = reward if rewards else None
+        return Episode(task, _last_said(messages), finish, tuple(messages), told)
 
-    def _actions(
-        self, message: Message, tools: Sequence[object]
-    ) -> list[tuple[Mapping[str, Any] | _Result, ToolCall | None]]:
+    def _actions(self, message: Message, tools: Sequence[object]) -> list[_Act]:
         """The actions of a message with their calls; in place of an action that cannot be sent, the
         observation of its error.
         """
         if not tools:
             return [({self._field: message.content}, None)]
-        found: list[tuple[Mapping[str, Any] | _Result, ToolCall | None]] = []
-        for index, call in enumerate(message.tool_calls):
+        found: list[_Act] = []
+        for call in message.tool_calls[: kinds.MAX_CALLS]:
             try:
                 arguments = _ARGUMENTS.validate_json(call.arguments)
-                named = {"type": "call_tool", "tool_name": call.name, "arguments": arguments}
-                fault = f"at most {kinds.MAX_CALLS} calls in one message"
             except ValidationError as error:
-                named, fault = {}, f"the arguments are no JSON object: {error.errors()[0]['msg']}"
-            if named and index < kinds.MAX_CALLS:
-                found.append((named, call))
+                fault = f"error: the arguments are no JSON object: {error.errors()[0]['msg']}"
+                found.append((_Result(observation={"text": fault}), call))
             else:
-                found.append((_Result(observation={"text": f"error: {fault}"}), call))
-        return found
+                named = {"type": "call_tool", "tool_name": call.name, "arguments": arguments}
+                found.append((named, call))
+        fault = f"error: at most {kinds.MAX_CALLS} calls in one message"
+        late = _Result(observation={"text": fault})
+        return found + [(late, call) for call in message.tool_calls[kinds.MAX_CALLS :]]
 
     def _text(self, result: _Result) -> str:
         """The text of an observation: the named field, the result of a tool, the only text, or all
@@ -180,13 +184,10 @@ class OpenEnv:
             found = {"text": found.get(self._options.observation, "")}
         elif "tool_name" in found:
             found = {"text": _tool_text(found)}
-        only = [one for one in found.values() if isinstance(one, str)]
-        if (
-            len(only) == 1
-            and len([one for one in found.values() if one not in (None, [], {})]) <= 1
-        ):
-            return shortened(only[0])
-        return shortened(json.dumps(found, ensure_ascii=False)) if found else ""
+        told = [one for one in found.values() if one not in (None, "", [], {})]
+        if len(told) <= 1 and all(isinstance(one, str) for one in told):
+            return shortened("".join(map(str, told)))
+        return shortened(json.dumps(found, ensure_ascii=False))
 
     @asynccontextmanager
     async def _session(self, reset: Mapping[str, Any]) -> AsyncIterator[tuple["_Session", _Result]]:
@@ -223,14 +224,16 @@ class OpenEnv:
                 place, open_timeout=limit_s, max_size=MAX_BYTES, proxy=proxied(self._url) or None
             )
         except (OSError, TimeoutError, websockets.WebSocketException) as error:
-            raise self._away(f"{type(error).__name__}: {error}") from error
+            raise _away(self._url, place, error) from error
         try:
             yield connection
         finally:
             await connection.close()
 
-    def _away(self, seen: str) -> Unavailable:
-        return Unavailable(f"the OpenEnv server {self._url} cannot be used", seen=seen)
+
+def _away(url: str, what: str, error: Exception) -> Unavailable:
+    seen = f"{type(error).__name__}: {error}".rstrip(": ")
+    return Unavailable(f"the OpenEnv server {url} does not answer {what}", reason=AWAY, seen=seen)
 
 
 class _Session:
@@ -252,14 +255,16 @@ class _Session:
             raise InvalidInput(f"{self._url} sent a reward that is not finite", seen=result.reward)
         return result
 
-    async def tools(self) -> list[Tool]:
-        """The server's tools; none without the protocol of tools."""
+    async def tools(self) -> list[dict[str, Any]]:
+        """The server's tools in OpenAI's form; none without the protocol of tools."""
         asked = {"jsonrpc": "2.0", "method": "tools/list", "params": {}, "id": 1}
         listed = (await self._ask("mcp", asked)).get("result") or {}
-        return [
-            Tool(one["name"], one.get("description") or "", _input(one), _never)
-            for one in listed.get("tools", [])
-        ]
+        found = []
+        for one in listed.get("tools", []):
+            form = one.get("input_schema") or one.get("inputSchema") or {"type": "object"}
+            about = {"name": one["name"], "description": one.get("description") or ""}
+            found.append({"type": "function", "function": {**about, "parameters": form}})
+        return found
 
     async def close(self) -> None:
         """End the session on the server, if it still listens."""
@@ -271,14 +276,11 @@ class _Session:
         limit_s = patient(self._deadline_s)
         try:
             async with asyncio.timeout(limit_s):
-                await self._connection.send(json.dumps(message))
+                with suppress(_websockets().ConnectionClosed):  # the reason is yet to be received
+                    await self._connection.send(json.dumps(message))
                 answer = json.loads(await self._connection.recv())
-        except TimeoutError as error:
-            late = f"no answer to {kind} in {limit_s:g} s"
-            raise Unavailable(f"the OpenEnv server {self._url} hangs", seen=late) from error
         except (OSError, ValueError, _websockets().WebSocketException) as error:
-            seen = f"{type(error).__name__}: {error}"
-            raise Unavailable(f"the OpenEnv server {self._url} was lost", seen=seen) from error
+            raise _away(self._url, f"{kind} within {limit_s:g} s", error) from error
         found = answer.get("data") if isinstance(answer, dict) else None
         if not isinstance(found, dict):
             raise InvalidInput(
@@ -304,15 +306,6 @@ def _websockets() -> Any:
     return websockets
 
 
-async def _never(_: object) -> str:
-    raise AssertionError("a tool of a server is an action")
-
-
-def _input(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = tool.get("input_schema") or tool.get("inputSchema")
-    return found if isinstance(found, dict) else {"type": "object", "properties": {}}
-
-
 def _takes_text(name: str, field: Any) -> bool:
     return (
         name not in ("metadata", "type")
@@ -331,6 +324,11 @@ def _reset_arguments(task: EpisodeTask) -> dict[str, JsonValue]:
         message, seen = f'metadata["{RESET}"] of task {task.task_id}', task.metadata[RESET][:80]
         raise InvalidInput(message, seen=seen, allowed="a JSON object") from error
     return {"seed": zlib.crc32(task.task_id.encode()) >> 1, **given}
+
+
+def _last_said(messages: Sequence[Message]) -> str:
+    """The text of the model's last message; empty without one."""
+    return next((one.content for one in reversed(messages) if one.role == "assistant"), "")
 
 
 def _answer(text: str, call: ToolCall | None) -> Message:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.errors import ConfigError, PacelineError, Unavailable
+from paceline.errors import ConfigError, PacelineError, ResourceExhausted, Unavailable
 from paceline.local.child import Child
 from paceline.local.patience import patient
 from paceline.services.rollout_gateway import metrics
@@ -28,6 +28,9 @@ PARALLEL = 256
 """Samples of one environment whose model has turns left, at once; further samples wait."""
 CANCEL_S = 10.0
 """Seconds in which a child ends a sample; a child that is late is killed."""
+FULL_S = 1.0
+"""Pause before another claim while too many sessions are open."""
+GROUPS_REMEMBERED = 4096
 MAX_BYTES = 64 << 20
 """Maximum bytes of one message of a child."""
 log = get_logger(__name__)
@@ -38,12 +41,12 @@ class Hosts:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._hosts: dict[str, Host] = {}
+        self._hosts: dict[str, HostedEnvironment] = {}
 
     async def prepare(self, name: str) -> None:
         """Start an environment, if it does not run. Raises ConfigError when it cannot be loaded."""
         if name not in self._hosts:
-            self._hosts[name] = Host(self._gateway, name)
+            self._hosts[name] = HostedEnvironment(self._gateway, name)
         await self._hosts[name].prepare()
 
     async def stop(self) -> None:
@@ -51,7 +54,7 @@ class Hosts:
         await asyncio.gather(*(host.stop() for host in self._hosts.values()))
 
 
-class Host:
+class HostedEnvironment:
     """One environment: its child, and the samples that the child leads."""
 
     def __init__(self, gateway: Gateway, name: str) -> None:
@@ -59,8 +62,10 @@ class Host:
         self._child: Child | None = None
         self._turn = asyncio.Lock()
         self._places = asyncio.Semaphore(PARALLEL)
-        self._answers: dict[str, asyncio.Future[Mapping[str, Any]]] = {}  # by session key
+        # by session key: the child that leads the sample, and its answer
+        self._answers: dict[str, tuple[Child, asyncio.Future[Mapping[str, Any]]]] = {}
         self._rolling: set[str] = set()  # session keys that hold a place
+        self._grouped = False  # siblings are scored together
         self._lost: Counter[str] = Counter()  # finally failed samples, by group
         self._claims: asyncio.Task[None] | None = None
         self._stopping = False
@@ -86,6 +91,11 @@ class Host:
                 claimed = await self._gateway.agents.claim(None, environment=self._name)
             except Unavailable:  # the gateway stops
                 return
+            except ResourceExhausted as error:  # too many sessions are open
+                log.warning("a sample of an environment waits", error=str(error))
+                self._places.release()
+                await asyncio.sleep(FULL_S)
+                continue
             assert claimed is not None
             session, task = claimed
             self._rolling.add(session.api_key)
@@ -134,7 +144,7 @@ class Host:
         """
         child, key, about = await self._running(), session.api_key, session.assignment
         answer: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
-        self._answers[key] = answer
+        self._answers[key] = child, answer
         size = about.group_size - self._lost[about.group_id]
         row = json.loads(task.metadata.get(verifiers.ROW, "null"))
         if row is None:
@@ -157,13 +167,13 @@ class Host:
     async def _report_loss(self, session: Session) -> None:
         """Let siblings that wait to be scored together no longer wait for a failed sample."""
         about = session.assignment
-        failed = session.fail_reason is not None
+        failed = session.fail_reason is not None and self._grouped
         if not failed or self._gateway.agents.offers.has_attempts(session.session_id):
             return
         self._lost[about.group_id] += 1
         size = about.group_size - self._lost[about.group_id]
-        if size <= 0:
-            del self._lost[about.group_id]
+        if len(self._lost) > GROUPS_REMEMBERED:
+            del self._lost[next(iter(self._lost))]
         if self._child is not None and not self._child.ended.done():
             await _send(self._child, {"group": about.group_id, "size": size})
 
@@ -200,6 +210,7 @@ class Host:
             await child.wait()
             told = first or {"refused": f"its process ended: {child.returncode}", "missing": False}
             raise _refused(told["refused"], self._name, missing=told["missing"])
+        self._grouped = bool(first.get("grouped"))
         background(self._read(child), f"answers of {self._name}")
         return child
 
@@ -207,21 +218,20 @@ class Host:
         """Deliver the child's answers until it ends; then the samples that it led are lost."""
         try:
             while (message := await _receive(child)) is not None:
-                answer = self._answers.get(message["key"])
+                key = message["key"]
                 if "rolled" in message:
-                    self._free(message["key"])
-                elif answer is not None and not answer.done():
-                    answer.set_result(message)
+                    self._free(key)
+                elif key in self._answers and not self._answers[key][1].done():
+                    self._answers[key][1].set_result(message)
         finally:
             await child.stop()
             seen = f"exit code {child.returncode}{child.verdict}"
             if not self._stopping:
                 log.warning("a child of an environment was lost", environment=self._name, end=seen)
-            for answer in self._answers.values():
-                if not answer.done():
-                    answer.set_exception(
-                        Unavailable("the process of the environment was lost", seen=seen)
-                    )
+            fault = "the process of the environment was lost"
+            for leader, answer in self._answers.values():
+                if leader is child and not answer.done():
+                    answer.set_exception(Unavailable(fault, seen=seen))
 
 
 async def _send(child: Child, message: Mapping[str, Any]) -> None:

@@ -46,6 +46,7 @@ def start_server(openenv_python: str, tmp_path: Path) -> Iterator[StartServer]:
 def asked(served: Any, name: str, *resets: dict[str, Any], **options: Any) -> rpb.RunTasksRequest:
     request = served.tasks_request(environment=name, reward="agent", **options)
     del request.tasks[:]
+    request.sampling.max_tokens = 256
     for index, reset in enumerate(resets):
         metadata = {"reset": json.dumps(reset)}
         request.tasks.add(
@@ -104,7 +105,7 @@ async def test_a_lost_hanging_or_failing_server_fails_its_samples_and_not_the_ca
 
 async def test_a_server_that_is_away_stops_the_call(conversations: ServeGateway) -> None:
     async with conversations() as served:
-        with pytest.raises(Unavailable, match=r"server http://127\.0\.0\.1:9 cannot be used"):
+        with pytest.raises(Unavailable, match=r"server http://127\.0\.0\.1:9 does not answer"):
             await samples_of(served, asked(served, "openenv:http://127.0.0.1:9", {}))
 
 
