@@ -80,8 +80,9 @@ def read_rows(source: str, python: str = "") -> Iterator[tuple[int, Mapping[str,
         child = subprocess.Popen(command(python, order), stdout=subprocess.PIPE)
     except OSError as error:
         raise refused(f"{error.strerror}: {python}", source, missing=True) from error
-    with child, _Deadline(child), child.stdout or sys.stdin.buffer as lines:
-        for number, line in enumerate(lines, start=1):
+    assert child.stdout is not None
+    with child, _Deadline(child):
+        for number, line in enumerate(child.stdout, start=1):
             found = json.loads(line)
             if "refused" in found:
                 raise refused(found["refused"], source, missing=found["missing"])

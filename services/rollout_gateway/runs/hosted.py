@@ -31,6 +31,7 @@ CANCEL_S = 10.0
 FULL_S = 1.0
 """Pause before another claim while too many sessions are open."""
 GROUPS_REMEMBERED = 4096
+"""Groups whose failed samples are counted, the newest."""
 MAX_BYTES = 64 << 20
 """Maximum bytes of one message of a child."""
 log = get_logger(__name__)
