@@ -272,3 +272,33 @@ def reasoning_gym(monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(found))
     monkeypatch.setenv("PYTHONPATH", str(found), prepend=os.pathsep)
     return found
+
+
+def _python_of(name: str, *packages: str) -> Path:
+    """The Python of a virtual environment in the cache that has packages which Paceline's lacks."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = home / "paceline" / name
+    if not (folder / "bin" / "python").exists():
+        words = " ".join(f"'{one}'" for one in packages)
+        pytest.skip(f"no {folder}: python -m venv {folder} && {folder}/bin/pip install {words}")
+    return folder / "bin" / "python"
+
+
+@pytest.fixture
+def verifiers_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A Python with verifiers, for children that find the environments of
+    tests/verifiers_environments.py as `tiny_sums`.
+    """
+    found = _python_of("verifiers", "verifiers>=0.2,<0.4")
+    modules = tmp_path / "modules"
+    modules.mkdir()
+    own = Path(__file__).with_name("verifiers_environments.py")
+    (modules / "tiny_sums.py").write_text(own.read_text(encoding="utf-8"), encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(modules), prepend=os.pathsep)
+    return str(found)
+
+
+@pytest.fixture
+def openenv_python() -> str:
+    """A Python with OpenEnv's package, for a server."""
+    return str(_python_of("openenv", "openenv>=0.10,<0.11"))

@@ -69,6 +69,14 @@ def exempt_loopback(*urls: str) -> None:
     os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(dict.fromkeys(filter(None, named)))
 
 
+def reachable(address: str, port: int) -> str:
+    """`host:port` at which this machine reaches a server that listens on the host of `address`;
+    loopback for a server on all addresses.
+    """
+    everywhere = not is_loopback(address) and not proxied(address)
+    return f"{loopback() if everywhere else address.rpartition(':')[0]}:{port}"
+
+
 def loopback() -> str:
     """This machine's loopback host in `host:port` form: 127.0.0.1, or [::1] without IPv4."""
     for family, host in _LOOPBACKS:

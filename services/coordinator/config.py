@@ -1,9 +1,9 @@
 """Declares the settings of the coordinator: names, defaults and ranges."""
 
 from dataclasses import fields
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from paceline.config import Config, ServiceConfig, Temperature
 from paceline.errors import ConfigError, InvalidInput
@@ -11,6 +11,7 @@ from paceline.models.profiles import check_profile
 from paceline.services.coordinator.machine import settings
 from paceline.services.coordinator.trackers import TrackerName, check_trackers
 from paceline.tasks import MAX_SAMPLES, Columns
+from paceline.tasks.verifiers import is_environment, scores_itself
 from paceline.trajectory import TEMPERATURE
 
 EXTERNAL = "external"
@@ -108,10 +109,10 @@ class CoordinatorConfig(ServiceConfig):
     tasks_path: str = ""
     """Training tasks: .jsonl, .parquet, a directory that datasets wrote with save_to_disk, or
     reasoning_gym:FAMILY,FAMILY. Empty with environment "external": agents bring their own tasks
-    (open traffic).
+    (open traffic). Empty with "verifiers:ID": the environment's own dataset.
     """
     heldout_path: str = ""
-    """Held-out tasks; empty: no evaluations."""
+    """Held-out tasks, such as "verifiers:ID#eval"; empty: no evaluations."""
     task_columns: TaskColumnsConfig = TaskColumnsConfig()
     system_prompt: str = ""
     """System message of tasks without their own. The prompt is then a conversation under the chat
@@ -133,9 +134,13 @@ class CoordinatorConfig(ServiceConfig):
     """
     sampling: SamplingConfig = SamplingConfig()
     environment: str = "single_turn"
-    """Environment of the tasks in the gateway; "external": external agents run them."""
+    """Environment of the tasks in the gateway; "external": external agents run them;
+    "verifiers:ID": one of the package verifiers; "openenv:URL": an OpenEnv server.
+    """
     reward: str = "math_answer"
-    """Reward rule in the gateway; "agent": the agent posts the reward."""
+    """Reward rule in the gateway; "agent": the agent posts the reward. Default of "verifiers:ID"
+    and "openenv:URL", whose reward is their own: "agent".
+    """
     slots_per_worker: int = Field(default=1, ge=1)
     """Slots per worker: its tensor parallel size."""
     drafter_enabled: bool = True
@@ -203,6 +208,16 @@ class CoordinatorConfig(ServiceConfig):
     """Maximum loss of live acceptance length of a new drafter against its predecessor between two
     RL steps, tokens; beyond it the predecessor serves again. 0: no rollback.
     """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_environment(cls, given: Any) -> Any:
+        """Environments of verifiers and OpenEnv have own rewards, those of verifiers also tasks."""
+        name = str(given.get("environment", "")) if isinstance(given, dict) else ""
+        if not scores_itself(name):
+            return given
+        own = {"tasks_path": name} if is_environment(name) else {}
+        return {**own, "reward": AGENT, **given}
 
     @property
     def columns(self) -> Columns:
@@ -336,7 +351,10 @@ class CoordinatorConfig(ServiceConfig):
 
 
 def _check_reward(section: str, environment: str, reward: str) -> None:
-    if reward == AGENT and environment != EXTERNAL:
+    if is_environment(environment) and reward != AGENT:
+        message = f"the rubric of an environment of verifiers scores: {section}.reward"
+        raise ConfigError(message, seen=reward, allowed=AGENT)
+    if reward == AGENT and environment != EXTERNAL and not scores_itself(environment):
         raise ConfigError(
             f"{section}.reward={AGENT} needs an agent to post it",
             seen=f"{section}.environment={environment}",

@@ -88,6 +88,7 @@ class Gateway:
         self.planner = planner.Planner(config, self.codec, sessions, ready, self.aside)
         self.activity = Activity("gateway")
         self.samples_left = 0  # of RunTasks calls
+        self.http_address = ""  # host:port for clients on this machine, once HTTP is served
         self._request_ids = itertools.count(1)
         self.quarantined = weights.Quarantined(self.router)
         self.router.on_ready = self._equip

@@ -121,6 +121,16 @@ FEATURE_BATCHES = Counter("paceline.gateway.feature_batches", "{batch}", (), "ba
 FEATURE_ROWS_DROPPED = Counter(
     "paceline.gateway.feature_rows_dropped", "{row}", (), "hidden rows that found no room"
 )
+ENVIRONMENT_RUNNING = UpDownCounter(
+    "paceline.gateway.environment.running", "{sample}", (), "samples of environments of verifiers"
+)
+ENVIRONMENT_ATTEMPTS = Counter(
+    "paceline.gateway.environment.attempts",
+    "{attempt}",
+    ("environment", "outcome"),
+    "ended attempts of environments of verifiers; outcome: scored, data (a fault of environment or "
+    "task), infra (a lost process, or the gateway was away) or silent",
+)
 HTTP_REQUESTS = Counter(
     "paceline.gateway.http.requests", "{request}", ROUTE, "answers; status 499: client disconnected"
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp
 
-from paceline.addresses import is_loopback
+from paceline.addresses import is_loopback, reachable
 from paceline.errors import ConfigError
 from paceline.local import checks, forking, ports, processes
 from paceline.rpc import EPOCHS, EpochGuard, Server, channel
@@ -120,6 +120,7 @@ async def running(
         await probe
         app = build_app(gateway, loopback=is_loopback(config.addresses.http))
         http, http_task, http_port = start_http(app, config)
+        gateway.http_address = reachable(config.addresses.http, http_port)
         try:
             port = await server.start()
             gateway.lending.start()
@@ -133,6 +134,7 @@ async def running(
             http.should_exit = True
             await asyncio.gather(server.stop(STOP_GRACE_S), http_task)
     finally:
+        await rollouts.runs.hosts.stop()
         if forward is not None:
             await forward.close()
         await gateway.stop()

@@ -15,6 +15,7 @@ from paceline.local.hub import model_directory
 _TASK_PARTS = ("prompt", "answer", "task_id", "system")
 _GENERATED = "reasoning_gym:FAMILY,FAMILY"
 _REWARD = "rule, or package.module:rule; default: math_answer, of generated tasks reasoning_gym"
+_ENVIRONMENT = "name, verifiers:ID[?ARGUMENT=VALUE&...] or openenv:URL"
 Run = Annotated[
     str | None, typer.Argument(help="the run, by directory, id or the coordinator's host:port")
 ]
@@ -131,7 +132,7 @@ def why(
 
 def evaluate_model(
     model: Annotated[str, typer.Argument(help=command.MODEL)],
-    tasks: Annotated[Path, typer.Argument(help=f"task file, or {_GENERATED}")],
+    tasks: Annotated[Path, typer.Argument(help=f"task file, {_GENERATED}, or verifiers:ID[#eval]")],
     overrides: command.Overrides = None,
     prompts: Annotated[
         int, typer.Option(min=0, help="number of prompts, from the beginning; 0: all")
@@ -142,7 +143,9 @@ def evaluate_model(
     temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="maximum tokens of an answer")] = 512,
     reward: Annotated[str, typer.Option(help=_REWARD)] = "",
-    environment: Annotated[str, typer.Option(help="name, or package.module:class")] = "single_turn",
+    environment: Annotated[
+        str, typer.Option(help=f"{_ENVIRONMENT}; default: single_turn, or that of the tasks")
+    ] = "",
     seed: Annotated[int, typer.Option(min=0)] = 0,
     column: Annotated[
         list[str] | None,
@@ -156,7 +159,7 @@ def evaluate_model(
     """
     from paceline.cli.evaluate import evaluate, open_prompts
     from paceline.tasks import Columns
-    from paceline.tasks.generated import usual_reward
+    from paceline.tasks.generated import environment_of, usual_reward
     from paceline.trajectory import TEMPERATURE
     from paceline.v1 import rollout_pb2, trajectory_pb2
 
@@ -172,10 +175,10 @@ def evaluate_model(
         samples_per_task=samples,
         sampling=trajectory_pb2.SamplingParams(temperature=temperature, max_tokens=max_tokens),
         run_seed=seed,
-        environment=environment,
-        reward=reward or usual_reward(tasks),
+        environment=environment or environment_of(tasks),
+        reward=reward or usual_reward(tasks, environment),
     )
-    opened = open_prompts(tasks, Columns(**columns), prompts)
+    opened = open_prompts(tasks, Columns(**columns), prompts, overrides or ())
     directory = model_directory(model, command.say).absolute()
     command.run_to_exit(
         evaluate(directory, opened, request, overrides or (), command.console, as_json=as_json)
@@ -194,11 +197,18 @@ def init(
     agents: Annotated[
         bool, typer.Option("--agents", help="agents claim the tasks; default: the gateway answers")
     ] = False,
+    environment: Annotated[
+        str, typer.Option(help=f"{_ENVIRONMENT}; verifiers has own tasks; default: single_turn")
+    ] = "",
+    verifiers_python: Annotated[
+        str, typer.Option(metavar="PATH", help="Python with verifiers; default: Paceline's")
+    ] = "",
 ) -> None:
     """Write a commented TOML of a run that trains a model."""
     from paceline.cli.plan import write_settings
 
     given = {"tasks": tasks, "heldout": heldout, "reward": reward, "agents": agents}
+    given |= {"environment": environment, "python": verifiers_python}
     plan = write_settings(out, model, given, command.say)
     shown = Console()
     for line in plan.lines:

@@ -78,6 +78,7 @@ async def evaluate(
         "accuracy": accuracy(samples, _SOLVED_ABOVE),
         **pass_figures(samples, per_task, _SOLVED_ABOVE),
         "reward": sum(one.reward.value for one in samples) / count,
+        **reward_parts(samples),
         "response_tokens": tokens / count,
         "truncated": truncated_share(samples),
         "tokens_per_s": tokens / max(seconds, 1e-9),
@@ -93,14 +94,26 @@ async def evaluate(
     return 0
 
 
-def open_prompts(path: Path, columns: Columns, prompts: int) -> Sequence[Task]:
+def open_prompts(
+    path: Path, columns: Columns, prompts: int, overrides: Sequence[str] = ()
+) -> Sequence[Task]:
     """The first tasks of a file; 0: all. Raises InvalidInput if tasks cannot be read, ConfigError
     if they exceed one call.
     """
-    tasks = TaskFile(str(path), columns=columns)
+    config = load_config(ServiceConfig, "local", [], overrides)
+    tasks = TaskFile(str(path), columns=columns, python=config.run.verifiers_python)
     count = prompts or len(tasks)
     tasks.check_call("--prompts", count, most_bytes=MOST_TASK_BYTES, among=count)
     return tasks[:count]
+
+
+def reward_parts(samples: Sequence[SampleFinished]) -> dict[str, float]:
+    """Mean of each part of the rewards over the samples that have it, as `reward/NAME`."""
+    found: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in sample.reward.parts.items():
+            found.setdefault(f"reward/{name}", []).append(value)
+    return {name: sum(values) / len(values) for name, values in sorted(found.items())}
 
 
 async def _ask(

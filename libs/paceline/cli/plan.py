@@ -20,6 +20,7 @@ from paceline.local.disk_plan import check_disk
 from paceline.local.memory_plan import check_memory, fit_settings
 from paceline.tasks.file import TaskFile
 from paceline.tasks.generated import is_generated, other_seed, usual_reward
+from paceline.tasks.verifiers import is_environment
 from paceline.whole_files import write_whole
 
 _TEMPLATE = Path(__file__).with_name("run.toml")
@@ -233,21 +234,27 @@ def write_settings(
     """Writes a commented TOML for a run that trains this model, and returns the run's plan.
 
     `model`: a directory or a Hub id. `given`: the task files `tasks` and `heldout`, the `reward`,
-    and `agents`: external agents claim the tasks, or bring their own without `tasks`. Generated
-    tasks have held-out tasks and a reward of their own. `say` receives progress lines of downloads.
+    `agents`: external agents claim the tasks, or bring their own without `tasks`, and optionally
+    the `environment` and the `python` of one of verifiers. Generated tasks and environments of
+    verifiers have held-out tasks and a reward of their own. `say` receives progress lines of
+    downloads.
 
     Raises ConfigError if the file exists or the settings cannot work, TaskFileError if tasks cannot
     be read.
     """
     if file.exists():
         raise ConfigError("this file is there already", seen=file, allowed="another name")
-    usual = usual_reward(given["tasks"])
-    given = {**given, "reward": given["reward"] or usual, "usual": usual}
-    if is_generated(given["tasks"]) and not given["heldout"]:
+    given = {"environment": "", "python": "", **given}
+    own = is_environment(given["environment"])
+    if own:
+        given["tasks"] = given["tasks"] or given["environment"]
+    usual = usual_reward(given["tasks"], given["environment"])
+    given |= {"reward": given["reward"] or usual, "usual": usual}
+    if not given["heldout"] and (own or is_generated(given["tasks"])):
         given["heldout"] = other_seed(str(given["tasks"]))
     for name in ("tasks", "heldout"):
         if given[name]:
-            TaskFile(given[name])
+            TaskFile(given[name], python=given["python"])
     markup = Environment(  # noqa: S701  the result is TOML
         trim_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True
     )

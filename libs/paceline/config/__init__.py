@@ -88,6 +88,10 @@ class RunConfig(Config):
     a service with a blocked event loop, and to the run's own Redis without answers. 0: no limit,
     also with heartbeat_s = 0.
     """
+    verifiers_python: str = ""
+    """Python of environments "verifiers:ID", of a virtual environment of their own; empty: the
+    Python of Paceline, with the extra verifiers.
+    """
     policy_nodes: int = Field(default=1, ge=1)
     """Number of nodes of the policy trainer, each with an equal share of its ranks and of
     coordinator.learner_slots. Above 1 the policy needs slots of its own.

@@ -19,13 +19,22 @@ from typing import Any, overload
 import numpy as np
 
 from paceline.errors import LONE_SURROGATE, ConfigError, InvalidInput
-from paceline.tasks import MESSAGES, USUAL, Columns, Task, TaskFileError, generated, task_of
+from paceline.tasks import (
+    MESSAGES,
+    USUAL,
+    Columns,
+    Task,
+    TaskFileError,
+    generated,
+    task_of,
+    verifiers,
+)
 from paceline.whole_files import writing
 
 Keep = Callable[[Task], bool]
 ALLOWED = (
     ".jsonl, .parquet (several: *.parquet), a directory of datasets.Dataset.save_to_disk, "
-    f"or {generated.ALLOWED}"
+    f"{generated.ALLOWED} or {verifiers.ALLOWED}"
 )
 Record = Mapping[str, object]
 MAX_DEPTH = 64
@@ -40,9 +49,14 @@ class TaskFile(Sequence[Task]):
     """The tasks of a .jsonl file, of .parquet files or of a dataset on disk, in order."""
 
     def __init__(
-        self, path: str | Path, keep: Keep | None = None, columns: Columns = USUAL
+        self,
+        path: str | Path,
+        keep: Keep | None = None,
+        columns: Columns = USUAL,
+        python: str = "",
     ) -> None:
-        """`keep`: whether to include a task. `columns`: columns of its parts.
+        """`keep`: whether to include a task. `columns`: columns of its parts. `python`: of an
+        environment of verifiers; see read_rows there.
 
         Raises TaskFileError for an invalid record, a repeated id and no record at all, the
         InvalidInput of `keep`, and ResourceExhausted without space for temporary files.
@@ -53,7 +67,7 @@ class TaskFile(Sequence[Task]):
         self._sizes = array("Q")
         self._path, self._numbers = path, array("Q")
         content, seen = hashlib.sha256(), dict[int, int]()
-        for number, record in read_records(path):
+        for number, record in read_records(path, python):
             place = place_of(path, number)
             task = task_of(place, number, record, columns)
             first = seen.setdefault(_digest(task.task_id), number)
@@ -144,13 +158,16 @@ def place_of(path: Path, number: int) -> str:
     return f"{path}, {'line' if path.suffix == '.jsonl' else 'row'} {number}"
 
 
-def read_records(path: Path) -> Iterator[tuple[int, Record]]:
-    """Each record with its line or row, counted from 1.
+def read_records(path: Path, python: str = "") -> Iterator[tuple[int, Record]]:
+    """Each record with its line or row, counted from 1. `python`: of an environment of verifiers.
 
     Raises TaskFileError for a file that cannot be read, and at the first invalid record.
     """
     if generated.is_generated(path):
         yield from generated.generate_records(str(path))
+        return
+    if verifiers.is_environment(path):
+        yield from verifiers.read_rows(str(path), python)
         return
     shards = []
     if not path.exists() and "*" in path.name and path.suffix == ".parquet":

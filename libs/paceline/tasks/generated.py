@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from paceline.tasks import SYSTEM, TaskFileError
+from paceline.tasks.verifiers import heldout_of, is_environment, option_value, scores_itself
 
 SOURCE = "reasoning_gym:"
 """Begins a source; the part before the colon is also the name of the reward rule."""
@@ -35,13 +36,24 @@ def is_generated(path: object) -> bool:
     return str(path).startswith(SOURCE)
 
 
-def usual_reward(tasks: object) -> str:
-    """The reward rule of a source of generated tasks, or of a task file."""
+def usual_reward(tasks: object, environment: str = "") -> str:
+    """The reward rule of a source of generated tasks, of a task file, or of the environment."""
+    if scores_itself(environment) or is_environment(tasks):
+        return "agent"
     return SOURCE[:-1] if is_generated(tasks) else "math_answer"
 
 
+def environment_of(tasks: object) -> str:
+    """The environment of a source: that of verifiers, else one answer of the model."""
+    return str(tasks).partition("#")[0] if is_environment(tasks) else "single_turn"
+
+
 def other_seed(source: str) -> str:
-    """The same families with the next seed, for held-out tasks."""
+    """The same families with the next seed, or the same environment's evaluation dataset, for
+    held-out tasks.
+    """
+    if is_environment(source):
+        return heldout_of(source)
     families, _, seed = source.partition("#")
     return f"{families}#{int(seed or 0) + 1}"
 
@@ -89,20 +101,13 @@ def _generator(family: str) -> tuple[Any, str]:
     options = {"size": SIZE}
     try:
         pairs = (one.partition("=") for one in given.split("&") if one)
-        options |= {key: _value(value) for key, _, value in pairs}
+        options |= {key: option_value(value) for key, _, value in pairs}
         prompt = options.pop("system", "default")
         system = SYSTEM_PROMPTS[prompt] if prompt else ""
         return create_dataset(name, seed=int(seed) * SEED_STRIDE, **options), system
     except Exception as error:  # a generator may raise anything
         message = f"tasks of {name} cannot be generated: {type(error).__name__}: {error}"
         raise TaskFileError(message, seen=family, allowed=ALLOWED) from error
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 class GeneratedAnswer:

@@ -171,7 +171,8 @@ def _heldout(config: CoordinatorConfig, path: str) -> Sequence[Task]:
     """The tasks of evaluations. Raises ConfigError when they may exceed the samples of one call."""
     if not path:
         return []
-    tasks, evaluation = TaskFile(path, columns=config.columns), config.evaluation
+    python, evaluation = config.run.verifiers_python, config.evaluation
+    tasks = TaskFile(path, columns=config.columns, python=python)
     most = max(evaluation.heldout_prompts, evaluation.probe_prompts)
     setting = "coordinator.evaluation.heldout_prompts"
     tasks.check_call(setting, most, among=most, most_bytes=MOST_TASK_BYTES)
@@ -182,7 +183,7 @@ def _enough(config: CoordinatorConfig, path: str) -> TaskFile:
     """The training tasks of a file. Raises ConfigError when a step needs more."""
     own = config.task_filter
     keep = import_filter(own, "task filter") if own else None
-    tasks = TaskFile(path, keep, config.columns)
+    tasks = TaskFile(path, keep, config.columns, config.run.verifiers_python)
     if len(tasks) < config.prompts_per_step:
         raise ConfigError(
             f"{path} has too few tasks", seen=config.prompts_per_step, allowed=f"1..{len(tasks)}"

@@ -259,7 +259,8 @@ class Planner:
             sampling = plan.sampling
             if sampling.seed == UNSEEDED and about.seed is not None:
                 sampling = replace(sampling, seed=generation_seed(about.seed, number))
-            found.append(replace(plan, session=session, sampling=sampling, capture=about.capture))
+            plan = replace(plan, session=session, sampling=sampling, capture=about.capture)
+            found.append(replace(plan, forced_arm=plan.forced_arm or about.forced_arm))
         return found
 
     def _implicit(self, asked: bool) -> Assignment | None:

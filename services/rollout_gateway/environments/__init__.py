@@ -47,7 +47,7 @@ class Episode:
     text: str  # of the last turn
     finish: str  # of the last turn
     messages: tuple[Message, ...] = ()  # the whole conversation, if there was one
-    # set by the agent that led the session; no rule scores such an episode
+    # set by the agent or the environment that led the session; no rule scores such an episode
     reward: float | None = None
 
 

@@ -143,8 +143,7 @@ class ToolUse:
         own = interaction_class(self._interactions, task.metadata)
         user = None if own is None else begin_interaction(own, task)
         schemas = [schema(tool) for tool in tools.values()]
-        turns = _read(task, "max_turns", _TURNS) if "max_turns" in task.metadata else DEFAULT_TURNS
-        for left in reversed(range(turns)):
+        for left in reversed(range(turns_of(task))):
             turn = await model.chat(tuple(messages), schemas)
             messages.append(turn.message)
             calls = turn.message.tool_calls
@@ -200,6 +199,11 @@ async def _answer(call: ToolCall, index: int, tools: Mapping[str, Tool]) -> Mess
         except Unavailable as error:
             return error
     return Message("tool", text, tool_call_id=call.call_id, name=call.name)
+
+
+def turns_of(task: EpisodeTask) -> int:
+    """Maximum turns of the model in a task. Raises InvalidInput for metadata of another form."""
+    return _read(task, "max_turns", _TURNS) if "max_turns" in task.metadata else DEFAULT_TURNS
 
 
 def opening(task: EpisodeTask) -> list[Message]:

@@ -7,6 +7,7 @@ from paceline.errors import NotFound
 from paceline.plugins import find_variant
 from paceline.services.rollout_gateway.environments import Environment
 from paceline.services.rollout_gateway.environments.kinds import SingleTurn, ToolUse
+from paceline.services.rollout_gateway.environments.openenv import PREFIX, OpenEnv
 from paceline.services.rollout_gateway.environments.toolbox import Toolbox
 from paceline.services.rollout_gateway.sandbox import Sandbox
 
@@ -19,6 +20,7 @@ class Equipment:
     own: Mapping[str, str] = field(default_factory=dict)  # configured name -> import path
     toolbox: Toolbox = field(default_factory=Toolbox)
     interactions: Mapping[str, str] = field(default_factory=dict)  # name -> import path
+    servers: dict[str, OpenEnv] = field(default_factory=dict)  # environments in use, by name
 
 
 ENVIRONMENTS: dict[str, Callable[[Equipment], Environment]] = {
@@ -34,8 +36,12 @@ def environment(name: str, equipment: Equipment = Equipment()) -> Environment:
     """
     if name in ENVIRONMENTS:
         return ENVIRONMENTS[name](equipment)
+    if name.startswith(PREFIX):
+        if name not in equipment.servers:
+            equipment.servers[name] = OpenEnv(name)
+        return equipment.servers[name]
     if name not in equipment.own:
         allowed = ", ".join(sorted([*ENVIRONMENTS, *equipment.own]))
-        allowed += "; gateway.environments adds yours"
+        allowed += "; gateway.environments adds yours; verifiers:ID; openenv:URL"
         raise NotFound("no such environment", seen=name, allowed=allowed)
     return find_variant(equipment.own[name], ENVIRONMENTS, "environment")(equipment)

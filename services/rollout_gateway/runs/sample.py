@@ -18,7 +18,9 @@ from paceline.services.rollout_gateway.environments import Episode, EpisodeTask
 from paceline.services.rollout_gateway.environments.table import environment
 from paceline.services.rollout_gateway.gateway import Gateway
 from paceline.services.rollout_gateway.sessions import Assignment, FailReason, SessionState
+from paceline.services.rollout_gateway.sessions.groups import ATTEMPTS
 from paceline.services.rollout_gateway.sessions.session import OWN_LIMITS, Caller, Grant, Session
+from paceline.tasks import verifiers
 from paceline.telemetry import Attributes, get_logger, link_current, names, span
 from paceline.trajectory import SpeculationStats, request_seed, tokens_hash
 from paceline.v1 import rollout_pb2 as rpb
@@ -31,6 +33,11 @@ EXTERNAL = "external"
 """The environment in which external agents claim the tasks."""
 AGENT = "agent"
 """The reward that the agent posts itself."""
+
+
+def is_offered(name: str) -> bool:
+    """Whether samples of an environment are offered: to agents, or to the environment's host."""
+    return name == EXTERNAL or verifiers.is_environment(name)
 
 
 @dataclass(frozen=True)
@@ -146,7 +153,7 @@ class SampleRuns:
         """Run a sample from its task to its outcome."""
         task = job.task
         asked = EpisodeTask(task.task_id, task.prompt, task.answer, dict(task.metadata))
-        about, external = self._assignment(job), job.request.environment == EXTERNAL
+        about, external = self._assignment(job), is_offered(job.request.environment)
         labels: Attributes = {names.SESSION_ID: job.session_id, names.TASK: task.task_id}
         with span(names.SESSION, {**labels, names.RL_STEP: about.step}):
             if external:
@@ -162,7 +169,9 @@ class SampleRuns:
     def _assignment(self, job: Job) -> Assignment:
         request, task, gateway = job.request, job.task, self._gateway
         seed = request_seed(request.run_seed, request.context.step, task.task_id, job.sample_index)
-        overrides = gateway.config.sessions.untrainable == "override"
+        hosted = verifiers.is_environment(request.environment)
+        overrides = hosted or gateway.config.sessions.untrainable == "override"
+        sampling = request.sampling
         return Assignment(
             run_id=request.context.run_id,
             step=request.context.step,
@@ -172,10 +181,14 @@ class SampleRuns:
             task_index=task.task_index,
             sample_index=job.sample_index,
             trainable=job.trains,
-            temperature=request.sampling.temperature,
+            temperature=sampling.temperature,
             seed=seed,
             capture=request.capture and job.trains and gateway.captures(seed),
-            override=overrides and request.environment == EXTERNAL,
+            override=overrides and is_offered(request.environment),
+            # all attempts of a silent environment end within the time of one
+            timeout_s=job.silence_s / ATTEMPTS[FailReason.DATA] if hosted else 0.0,
+            forced_arm=request.forced_arm if is_offered(request.environment) else "",
+            sampling=_named(sampling) if hosted else {},
         )
 
     async def _led_here(self, job: Job, asked: EpisodeTask, session: Session) -> Episode:
@@ -205,8 +218,9 @@ class SampleRuns:
         self, job: Job, asked: EpisodeTask, about: Assignment
     ) -> tuple[Session, Episode]:
         """Offer the task until an external agent claims it and leads its session to an end."""
-        offers = self._gateway.agents.offers
-        session = await offers.offer_task(asked, about, job.session_id, job.worker_index)
+        offers, name = self._gateway.agents.offers, job.request.environment
+        whose = "" if name == EXTERNAL else name
+        session = await offers.offer_task(asked, about, job.session_id, job.worker_index, whose)
         turns = session.tree.turns
         text = self._gateway.codec.decode(turns[-1].response_ids) if turns else ""
         messages = tuple(turn.message for turn in turns if turn.message is not None)
@@ -220,6 +234,9 @@ class SampleRuns:
         """
         scored = episode.finish in ("stop", "length", "tool_calls")
         try:
+            told = episode.reward
+            if scored and told is not None and not session.scored:
+                session.score(Grant(told))
             unscored = scored and bool(session.tree.turns) and not session.scored
             if unscored and session.state is SessionState.OPEN and job.request.reward != AGENT:
                 score = await self._gateway.rewards.rule(job.request.reward).scored(episode)
@@ -231,6 +248,12 @@ class SampleRuns:
             self._gateway.agents.finish(session, fail=reason, message=_told(error))
         else:
             self._gateway.agents.finish(session, abort=not scored)
+
+
+def _named(sampling: tpb.SamplingParams) -> dict[str, float]:
+    """The run's sampling by the names of OpenAI's API."""
+    named = {"temperature": sampling.temperature, "max_tokens": sampling.max_tokens}
+    return named | ({"top_p": sampling.top_p} if sampling.top_p else {})
 
 
 def _is_the_samples(error: BaseException) -> bool:

@@ -19,10 +19,11 @@ from paceline.services.rollout_gateway.environments import PreparesTasks
 from paceline.services.rollout_gateway.environments.table import environment
 from paceline.services.rollout_gateway.gateway import Gateway
 from paceline.services.rollout_gateway.runs import sample as sampled
+from paceline.services.rollout_gateway.runs.hosted import Hosts
 from paceline.services.rollout_gateway.runs.open import OpenRuns, Totals
 from paceline.services.rollout_gateway.sessions.tree import check_trainable
 from paceline.services.rollout_gateway.workers.metrics import describe_rounds
-from paceline.tasks import MAX_SAMPLES
+from paceline.tasks import MAX_SAMPLES, verifiers
 from paceline.telemetry import get_logger, names, span
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -60,6 +61,7 @@ class TaskRuns:
         self._gateway = gateway
         self._samples = sampled.SampleRuns(gateway)
         self.open = OpenRuns(gateway)
+        self.hosts = Hosts(gateway)
         self._running: dict[str, tuple[asyncio.Task[rpb.SampleFinished], int]] = {}
         """Each running sample and its first worker, by key."""
         self._answers: OrderedDict[str, rpb.SampleFinished] = OrderedDict()
@@ -129,7 +131,9 @@ class TaskRuns:
             raise InvalidInput("tasks times samples_per_task", seen=samples, allowed=allowed)
         if len({task.task_id for task in request.tasks}) != len(request.tasks):
             raise InvalidInput("a task stands twice in one call", allowed="distinct task ids")
-        if request.environment != sampled.EXTERNAL:
+        if verifiers.is_environment(request.environment):
+            await self.hosts.prepare(request.environment)
+        elif request.environment != sampled.EXTERNAL:
             found = environment(request.environment, self._gateway.equipment)
             if isinstance(found, PreparesTasks):
                 await _prepare(found, request)

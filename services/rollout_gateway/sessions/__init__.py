@@ -45,4 +45,7 @@ class Assignment:
     implicit: bool = False  # a conversation of a caller without a session
     seed: int | None = None  # of generations without a seed; None: from the operating system
     capture: bool = False  # hidden rows are sent to the drafter trainer
+    forced_arm: str = ""  # of all its generations; empty: the bandit chooses
+    # the run's, by the names of OpenAI's API, for an environment in a child process
+    sampling: Mapping[str, float] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)

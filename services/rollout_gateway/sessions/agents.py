@@ -95,14 +95,18 @@ class Agents:
         return session
 
     async def claim(
-        self, wait_s: float, timeout_s: float = 0.0, override: bool | None = None
+        self,
+        wait_s: float | None,
+        timeout_s: float = 0.0,
+        override: bool | None = None,
+        environment: str = "",
     ) -> tuple[Session, EpisodeTask] | None:
-        """A task of the run in a session of its own; None if none arrives within the wait.
+        """A task of the run in a session of its own; see TaskOffers.claim.
 
-        `timeout_s`: of silence; 0 is the gateway's setting. `override`: see Assignment. A caller
-        that leaves returns its task. Raises FailedPrecondition if no run will ever offer a task.
+        A caller that leaves returns its task. Raises FailedPrecondition if no run will ever offer a
+        task.
         """
-        claimed = await self.offers.claim(wait_s, timeout_s, override)
+        claimed = await self.offers.claim(wait_s, timeout_s, override, environment)
         if claimed is None:
             return None
         try:
@@ -226,7 +230,7 @@ class Agents:
             self.sessions.opened_early.clear()
             for session in self.sessions.expired():
                 log.info("session timed out", session=session.session_id)
-                fail = FailReason.INFRA if self.offers.has_offer(session) else None
+                fail = self.offers.fault_of_silence(session)
                 self.finish(session, fail=fail, message="silent for too long")
 
 

@@ -35,6 +35,7 @@ class Offer:
     assignment: Assignment
     session_id: str
     worker_index: int
+    environment: str  # that leads the session; empty: an agent
     outcome: asyncio.Future[Session] = field(repr=False)
     failures: Counter[FailReason] = field(default_factory=Counter)
 
@@ -67,13 +68,18 @@ class TaskOffers:
             self._news.set()
 
     async def offer_task(
-        self, task: EpisodeTask, assignment: Assignment, session_id: str, worker_index: int
+        self,
+        task: EpisodeTask,
+        assignment: Assignment,
+        session_id: str,
+        worker_index: int,
+        environment: str = "",
     ) -> Session:
         """Offers the task until an agent has brought it to an end. The session is open if the agent
-        completed it.
+        completed it. `environment`: the one whose host claims it; empty: agents do.
         """
         outcome: asyncio.Future[Session] = asyncio.get_running_loop().create_future()
-        offer = Offer(task, assignment, session_id, worker_index, outcome)
+        offer = Offer(task, assignment, session_id, worker_index, environment, outcome)
         self._put(offer)
         try:
             return await offer.outcome
@@ -84,31 +90,36 @@ class TaskOffers:
             raise
 
     async def claim(
-        self, wait_s: float, timeout_s: float = 0.0, override: bool | None = None
+        self,
+        wait_s: float | None,
+        timeout_s: float = 0.0,
+        override: bool | None = None,
+        environment: str = "",
     ) -> tuple[Session, EpisodeTask] | None:
-        """The task that has waited longest, in a session of its own; None if none arrives within
-        the wait.
+        """The task of agents or of an environment that has waited longest, in a session of its own;
+        None if none arrives within the wait. A wait of None has no end.
 
-        `timeout_s`: of silence; 0 is the gateway's setting. `override`: see Assignment; None uses
-        the task's. Raises FailedPrecondition (NO_TASKS_OFFERED) if no task will arrive, Unavailable
-        while the gateway stops.
+        `timeout_s`: of silence; 0 is the task's. `override`: see Assignment; None uses the task's.
+        Raises FailedPrecondition (NO_TASKS_OFFERED) if no task will arrive, Unavailable while the
+        gateway stops.
         """
         try:
             async with asyncio.timeout(wait_s):
-                while not self.waiting:
+                while (offer := self._first(environment)) is None:
                     if self._stopping:
                         raise Unavailable("the gateway is stopping")
-                    if self._refusal:
+                    if self._refusal and not environment:
                         raise FailedPrecondition(self._refusal, reason="NO_TASKS_OFFERED")
                     self._news.clear()
                     await self._news.wait()
         except TimeoutError:
             return None
 
-        offer = self.waiting.popleft()
+        self.waiting.remove(offer)
         try:
-            overrides = offer.assignment.override if override is None else override
-            about = replace(offer.assignment, timeout_s=timeout_s, override=overrides)
+            about = offer.assignment
+            overrides, silence_s = about.override if override is None else override, about.timeout_s
+            about = replace(about, timeout_s=timeout_s or silence_s, override=overrides)
             session = self._open(about, offer.session_id)
         except BaseException:
             self.waiting.appendleft(offer)
@@ -126,6 +137,23 @@ class TaskOffers:
     def has_offer(self, session: Session) -> bool:
         """Whether the open session answers an offer, which then decides about the session's end."""
         return session.session_id in self._claimed
+
+    def fault_of_silence(self, session: Session) -> FailReason | None:
+        """The reason of a silent session's failure: its agent's machine, or the environment of the
+        task; None for a session without an offer, which ends as completed.
+        """
+        offer = self._claimed.get(session.session_id)
+        if offer is None:
+            return None
+        return FailReason.DATA if offer.environment else FailReason.INFRA
+
+    def has_attempts(self, session_id: str) -> bool:
+        """Whether another attempt of a failed session waits or runs."""
+        waits = any(offer.session_id == session_id for offer in self.waiting)
+        return waits or session_id in self._claimed
+
+    def _first(self, environment: str) -> Offer | None:
+        return next((one for one in self.waiting if one.environment == environment), None)
 
     def record_completion(self, session: Session) -> None:
         """Records that the agent is done; the session stays open until it is scored."""
