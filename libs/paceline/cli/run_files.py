@@ -24,6 +24,10 @@ _UNTRAINED = {"coordinator": {"drafter_enabled": False}, "policy_trainer": {"pus
 """Without drafter training, no trainer commits heads, so the policy trainer pushes none."""
 
 
+_PLACES = {"addresses", "redis", "telemetry", "security", "run.id", "run.dir"}
+"""Settings that say where a run is, not what it does."""
+
+
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
     """The options of `paceline demo`."""
@@ -85,6 +89,22 @@ def merged(files: Sequence[Path], overrides: Sequence[str]) -> load.Tree:
     for override in overrides:
         load.merge(tree, parse_override(override))
     return tree
+
+
+def differing(here: load.Tree, there: load.Tree, path: str = "") -> list[tuple[str, str, str]]:
+    """(key, value here, value there) of the settings that differ between two runs, except names,
+    addresses and directories.
+    """
+    rows: list[tuple[str, str, str]] = []
+    for key in sorted({*here, *there}):
+        name, sides = f"{path}{key}", (here.get(key), there.get(key))
+        if sides[0] == sides[1] or name in _PLACES:
+            continue
+        if any(isinstance(one, dict) for one in sides):
+            rows += differing(*(one if isinstance(one, dict) else {} for one in sides), f"{name}.")
+        else:
+            rows.append((name, *("default" if one is None else str(one) for one in sides)))
+    return rows
 
 
 def note_settings(files: RunFiles, settings: Sequence[Path], overrides: Sequence[str] = ()) -> None:
