@@ -3,9 +3,10 @@
 import itertools
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import paceline
 from paceline.addresses import loopback
@@ -24,7 +25,7 @@ _UNTRAINED = {"coordinator": {"drafter_enabled": False}, "policy_trainer": {"pus
 """Without drafter training, no trainer commits heads, so the policy trainer pushes none."""
 
 
-_PLACES = {"addresses", "redis", "telemetry", "security", "run.id", "run.dir"}
+_PLACES = ("addresses.", "redis.", "telemetry.", "security.", "run.id", "run.dir")
 """Settings that say where a run is, not what it does."""
 
 
@@ -91,20 +92,25 @@ def merged(files: Sequence[Path], overrides: Sequence[str]) -> load.Tree:
     return tree
 
 
-def differing(here: load.Tree, there: load.Tree, path: str = "") -> list[tuple[str, str, str]]:
+def differing(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """(key, value here, value there) of the settings that differ between two runs, except names,
     addresses and directories.
     """
-    rows: list[tuple[str, str, str]] = []
-    for key in sorted({*here, *there}):
-        name, sides = f"{path}{key}", (here.get(key), there.get(key))
-        if sides[0] == sides[1] or name in _PLACES:
-            continue
-        if any(isinstance(one, dict) for one in sides):
-            rows += differing(*(one if isinstance(one, dict) else {} for one in sides), f"{name}.")
-        else:
-            rows.append((name, *("default" if one is None else str(one) for one in sides)))
-    return rows
+    ours, theirs = dict(_leaves(here)), dict(_leaves(there))
+    return [
+        (key, ours.get(key, "default"), theirs.get(key, "default"))
+        for key in sorted({*ours, *theirs})
+        if ours.get(key) != theirs.get(key)
+    ]
+
+
+def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in tree.items():
+        name = f"{path}{key}"
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{name}.")
+        elif not name.startswith(_PLACES):
+            yield name, str(value)
 
 
 def note_settings(files: RunFiles, settings: Sequence[Path], overrides: Sequence[str] = ()) -> None:

@@ -60,11 +60,12 @@ class Chart(NamedTuple):
         lines = [one for one in series if self.smooth and not one.dots]
         raw = [replace(one, name=f"{one.name} of a step", faint=True) for one in lines]
         colors = {one.name: f"{one.color} other" for one in series}
-        series += [
-            replace(one, name=f"{one.name} of {other.run_id}", color=colors[one.name])
-            for one in (self.lines(other.history) if other else ())
-            if one.name in colors
-        ]
+        if other:
+            series += [
+                replace(one, name=f"{one.name} of {other.run_id}", color=colors[one.name])
+                for one in self.lines(other.history)
+                if one.name in colors
+            ]
         if self.smooth:
             series = raw + [one if one.dots else _smoothed(one) for one in series]
         marks = _swaps(history.records) if self.swaps else ()

@@ -111,6 +111,8 @@ def _generator(family: str) -> tuple[Any, str, float]:
         raise TaskFileError(f"the weight of {name}", seen=weight, allowed="a number above 0")
     try:
         if (level := options.pop("level", None)) is not None:
+            if name not in CURRICULA:
+                raise ValueError("the family has no curriculum, so no level")
             options = _levelled(CURRICULA[name](), level) | options
         prompt = options.pop("system", "default")
         system = SYSTEM_PROMPTS[prompt] if prompt else ""

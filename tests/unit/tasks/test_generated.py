@@ -103,11 +103,12 @@ def test_the_last_answer_in_tags_or_the_last_number_is_scored_by_the_family(
         ("reasoning_gym:chain_sum?level=11", r"level is 11, not in 0\.\.10"),
         ("reasoning_gym:chain_sum?level=hard", r"level is hard, not in 0\.\.10"),
         ('reasoning_gym:chain_sum?level={"terms":1}', "'.*terms' does not exist"),
+        ("reasoning_gym:acre?level=0", "the family has no curriculum"),
         ("reasoning_gym:gcd?weight=0", "weight of gcd; seen: 0; allowed: a number above 0"),
         ("reasoning_gym:gcd?weight=-1,chain_sum", "seen: -1"),
         ("reasoning_gym:gcd?weight=heavy", "seen: heavy"),
         ("reasoning_gym:gcd?weight=NaN", "seen: nan"),
-        ("reasoning_gym:gcd?weight=null", "seen: None"),
+        ("reasoning_gym:gcd?weight=null", "weight of gcd; allowed"),
     ],
 )
 def test_an_unusable_source_is_refused(source: str, seen: str, reasoning_gym: Path) -> None:
