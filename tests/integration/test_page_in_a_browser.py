@@ -23,7 +23,7 @@ DRAWN = (
     "document.querySelector('#queues b') && document.querySelector('details .said')"
     " && document.getElementById('state').textContent.startsWith('step')"
 )
-WAITS = r"No step has ended yet\. (no answer of the coordinator since [\d:]+, at .*|coordinator.*)"
+WAITS = r"No step has ended yet: (no answer of the coordinator since [\d:]+, at .*|coordinator.*)"
 LARGEST_BYTES, LONGEST_MS = 400_000, 5_000.0
 
 

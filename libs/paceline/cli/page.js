@@ -18,7 +18,7 @@ async function showRun() {
 }
 
 function showFigures({ waits, ...figures }) {
-  waiting.textContent = complete || !waits ? "" : `No step has ended yet. ${waits[0]}`;
+  waiting.textContent = complete || !waits ? "" : `No step has ended yet: ${waits[0]}`;
   queues.replaceChildren(...Object.entries(figures).map(([name, [value, meaning]]) => {
     const one = document.createElement("span"), figure = document.createElement("b");
     figure.textContent = value;
