@@ -44,7 +44,7 @@ def test_a_browser_shows_charts_queues_versions_the_audit_and_samples_while_a_ru
         printed = re.search(r"http://[^;]+", page.stderr.readline())
         assert printed is not None
         with Tab(tmp_path / "profile", width) as tab:
-            tab.open(printed.group(), "document.getElementById('waits').textContent")
+            tab.open(printed.group(), "document.getElementById('waits')?.textContent")
             waits = tab.value("document.getElementById('waits').textContent")
             assert re.fullmatch(WAITS, waits), waits
             tab.screenshot(tmp_path / f"waiting-{width}.png")

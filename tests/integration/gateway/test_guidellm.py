@@ -24,7 +24,8 @@ def test_all_of_its_requests_end_with_the_tokens_that_it_asks_for(
 ) -> None:
     guidellm = program("guidellm", "guidellm", "guidellm")
     out = tmp_path / "found.json"
-    with gateway(tmp_path, f"gateway.model={real_model}", "gateway.engine.max_batch=2") as url:
+    engine = ("gateway.engine.workers=1", "gateway.engine.max_batch=2")
+    with gateway(tmp_path, f"gateway.model={real_model}", *engine) as url:
         spec = {
             "backend": {
                 "kind": "openai_http",

@@ -40,7 +40,8 @@ def test_its_accuracy_is_that_of_the_same_greedy_answers(real_model: Path, tmp_p
     rows = [json.dumps({"input": one, "target": answer}) for one, answer in QUESTIONS.items()]
     (tmp_path / "questions.jsonl").write_text("\n".join(rows) + "\n")
     (tmp_path / "questions.py").write_text(TASK)
-    with gateway(tmp_path, f"gateway.model={real_model}", "gateway.engine.max_batch=4") as url:
+    engine = ("gateway.engine.workers=1", "gateway.engine.max_batch=4")
+    with gateway(tmp_path, f"gateway.model={real_model}", *engine) as url:
         key = find_token(url)
         assert key is not None
         named = {"PACELINE_API_KEY": key, "PACELINE_BASE_URL": f"{url}/v1"}
