@@ -1,7 +1,7 @@
 // The live page: puts the server's drawing in place and asks for its state; nothing is computed here.
 "use strict";
 const [run, state, queues, waiting] = ["run", "state", "queues", "waits"].map((id) => document.getElementById(id));
-let drawn = -1, complete = 0;
+let drawn = -1, complete = -1;
 
 async function answer(path) {
   const found = await fetch(path);
@@ -18,7 +18,7 @@ async function showRun() {
 }
 
 function showFigures({ waits, ...figures }) {
-  waiting.textContent = complete || !waits ? "" : `No step has ended yet: ${waits[0]}`;
+  if (!complete && waits) waiting.textContent = `No step has ended yet: ${waits[0]}`;
   queues.replaceChildren(...Object.entries(figures).map(([name, [value, meaning]]) => {
     const one = document.createElement("span"), figure = document.createElement("b");
     figure.textContent = value;
@@ -34,6 +34,7 @@ async function showState(now) {
   const steps = `step ${now.complete} of ${now.total_steps}`;
   state.textContent = [steps, now.failure || now.phase, ...slots, ...away].join("  ·  ");
   complete = now.complete;
+  if (complete) waiting.textContent = "";
   if (now.drawings !== drawn) await showRun();
   drawn = now.drawings;
 }
