@@ -128,9 +128,8 @@ def _shifted(mixes: Mixes, shift: int) -> list[str]:
     return [
         f"coordinator.tasks_path={mixes.first}",
         f"coordinator.heldout_path={mixes.first_heldout}",
-        f"coordinator.later.from_step={shift}",
-        f"coordinator.later.tasks_path={mixes.second}",
-        f"coordinator.later.heldout_path={mixes.second_heldout}",
+        f"coordinator.later.{shift}.tasks_path={mixes.second}",
+        f"coordinator.later.{shift}.heldout_path={mixes.second_heldout}",
     ]
 
 

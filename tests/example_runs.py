@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from paceline.local.patience import patient
+from paceline.local.ports import free_port
 
 ROOT = Path(__file__).parents[1]
 READY_S = patient(60.0)
@@ -50,6 +51,18 @@ def background(*words: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
             process.wait(timeout=patient(30))
         finally:
             process.kill()
+
+
+@contextmanager
+def gateway(folder: Path, *words: str) -> Iterator[str]:
+    """Runs `paceline serve gateway <words>` on a free port, with its files in `folder`; yields its
+    address.
+    """
+    port, log = free_port(), folder / "gateway.log"
+    ports = ("--http-port", str(port), "--grpc-port", "0")
+    with background("serve", "gateway", *words, *ports, f'run.dir="{folder}"', log=log) as process:
+        until_it_serves(f"http://127.0.0.1:{port}", process, log)
+        yield f"http://127.0.0.1:{port}"
 
 
 def until_it_serves(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

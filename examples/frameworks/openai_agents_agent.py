@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+import agents
+from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool
 from openai import AsyncOpenAI
 from warehouse import INSTRUCTIONS, QUESTION, connect, price, settle, stock, traced
 
-set_tracing_disabled(True)  # its traces would go to OpenAI
+agents.set_tracing_disabled(True)  # its traces would go to OpenAI
 
 with traced(), connect() as client, client.session(task="bolts") as session:
-    model = OpenAIChatCompletionsModel("model", AsyncOpenAI(**session.openai_options()))
+    model = OpenAIChatCompletionsModel("", AsyncOpenAI(**session.openai_options()))
     tools = [function_tool(stock), function_tool(price)]
     agent = Agent(name="books", instructions=INSTRUCTIONS, tools=tools, model=model)
+    agent.model_settings.max_tokens = 256
     settle(session, Runner.run_sync(agent, QUESTION).final_output)

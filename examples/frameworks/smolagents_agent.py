@@ -8,7 +8,7 @@ from warehouse import INSTRUCTIONS, QUESTION, connect, price, settle, stock, tra
 with traced(), connect() as client, client.session(task="bolts") as session:
     options = session.openai_options()
     url, key = options["base_url"], options["api_key"]
-    model = OpenAIModel("model", api_base=url, api_key=key, client_kwargs=options)
+    model = OpenAIModel("", max_tokens=256, api_base=url, api_key=key, client_kwargs=options)
     tools = [tool(stock), tool(price)]
     agent = ToolCallingAgent(tools, model, instructions=INSTRUCTIONS, verbosity_level=0)
     settle(session, str(agent.run(QUESTION)))

@@ -27,7 +27,7 @@ def stock(item: str) -> int:
     Args:
         item: name of the item.
     """
-    return _STOCK[item]
+    return _STOCK.get(item, 0)
 
 
 def price(item: str) -> float:
@@ -36,7 +36,7 @@ def price(item: str) -> float:
     Args:
         item: name of the item.
     """
-    return _PRICES[item]
+    return _PRICES.get(item, 0.0)
 
 
 def connect() -> Client:

@@ -89,14 +89,12 @@ class TaskColumnsConfig(Config):
 
 
 class LaterConfig(Config):
-    """Other tasks from a step on: a second stage of a curriculum, or a deliberate shift of the
-    policy's texts.
+    """Other tasks from a step on: a stage of a curriculum, or a deliberate shift of the policy's
+    texts.
     """
 
-    from_step: int = Field(default=0, ge=0)
-    """First RL step with these tasks; 0: never."""
-    tasks_path: str = ""
-    """Training tasks: .jsonl, .parquet, or a directory that datasets wrote with save_to_disk."""
+    tasks_path: str
+    """Training tasks, as in `coordinator.tasks_path`."""
     heldout_path: str = ""
     """Held-out tasks of later evaluations; empty: the same as before."""
 
@@ -118,7 +116,10 @@ class CoordinatorConfig(ServiceConfig):
     """System message of tasks without their own. The prompt is then a conversation under the chat
     template.
     """
-    later: LaterConfig = LaterConfig()
+    later: dict[Annotated[int, Field(ge=1)], LaterConfig] = Field(default={})
+    """Stages of a curriculum: the first RL step of each, with its `tasks_path` and `heldout_path`
+    (empty: as before).
+    """
     task_filter: str = ""
     """Your own filter of training tasks, module:function or file.py:function, called once per task.
     It returns True for tasks to draw. Empty: all tasks.
@@ -244,7 +245,7 @@ class CoordinatorConfig(ServiceConfig):
                 seen=f"coordinator.dynamic_sampling_rounds={self.dynamic_sampling_rounds}",
                 allowed="0, or tasks_path",
             )
-        if self.open_traffic and self.later.from_step:
+        if self.open_traffic and self.later:
             raise ConfigError("coordinator.later needs coordinator.tasks_path", seen="''")
         _check_reward("coordinator", self.environment, self.reward)
         if self.evaluation.samples > 1 and self.evaluation.temperature == 0:

@@ -23,6 +23,7 @@ DRAWN = (
     "document.querySelector('#queues b') && document.querySelector('details .said')"
     " && document.getElementById('state').textContent.startsWith('step')"
 )
+WAITS = r"No step has ended yet: (no answer of the coordinator since [\d:]+, at .*|coordinator.*)"
 LARGEST_BYTES, LONGEST_MS = 400_000, 5_000.0
 
 
@@ -33,7 +34,7 @@ def test_a_browser_shows_charts_queues_versions_the_audit_and_samples_while_a_ru
     run = demo(tmp_path, "--steps", "40", *SMALL, "policy_trainer.audit.share=1.0")
     page = None
     try:
-        wait_for(run, "step 2/40")
+        wait_for(run, "run demo-0-1")
         page = subprocess.Popen(
             [sys.executable, "-m", "paceline.cli.main", "page", str(tmp_path / "demo-0-1")],
             stderr=subprocess.PIPE,
@@ -43,6 +44,11 @@ def test_a_browser_shows_charts_queues_versions_the_audit_and_samples_while_a_ru
         printed = re.search(r"http://[^;]+", page.stderr.readline())
         assert printed is not None
         with Tab(tmp_path / "profile", width) as tab:
+            tab.open(printed.group(), "document.getElementById('waits')?.textContent")
+            waits = tab.value("document.getElementById('waits').textContent")
+            assert re.fullmatch(WAITS, waits), waits
+            tab.screenshot(tmp_path / f"waiting-{width}.png")
+            wait_for(run, "step 2/40")
             tab.open(printed.group(), DRAWN)
             check(tab, width)
             tab.screenshot(tmp_path / f"page-{width}.png")
@@ -59,10 +65,15 @@ def check(tab: Tab, width: int) -> None:
     state = tab.value("document.getElementById('state').textContent")
     assert re.match(r"step \d+ of 40  ·  .*slot 0: \w+", state), state
     queues = tab.value("document.getElementById('queues').innerText")
+    titles = tab.value("[...document.querySelectorAll('h2')].map((one) => one.textContent)")
+    assert titles[0] == "Reward and held-out accuracy"
+    assert "Samples" in titles[1:3]
+    assert tab.value("document.querySelectorAll('.first details[open] .s0, .s1').length") > 0
+    assert tab.value("document.getElementById('waits').textContent") == ""
+    assert tab.value("[...document.querySelectorAll('#queues span')].every((one) => one.title)")
     for name in ("serving", "promoted", "policy trainer"):
         assert name in queues
     assert re.search(r"serving p\d+\.d\d+", queues), queues
-    titles = tab.value("[...document.querySelectorAll('h2')].map((one) => one.textContent)")
     for title in (
         *("Reward and held-out accuracy", "Exactness audit", "Exactness audit by path"),
         *("Acceptance by arm", "Acceptance by drafter version and arm"),

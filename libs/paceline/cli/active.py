@@ -20,7 +20,7 @@ from paceline.config import ServiceConfig
 from paceline.errors import PacelineError, Unavailable
 from paceline.messages import versions_from_proto
 from paceline.rpc import rpc_errors
-from paceline.rpc.progress import ask_progress
+from paceline.rpc.progress import ask_progress, chain_text, wait_chain
 from paceline.v1 import coordinator_pb2 as pb
 from paceline.v1.progress_pb2 import GetProgressResponse, Part
 
@@ -243,7 +243,9 @@ async def check_run(coordinator: Coordinator, console: Console, *, as_json: bool
 
 
 async def read_figures(config: ServiceConfig) -> dict[str, str]:
-    """Versions and queues of a run as text, by name; empty without a reply of its coordinator."""
+    """Versions, queues and chain of waits of a run as text, by name; empty without a reply of its
+    coordinator.
+    """
     try:
         snapshot, progress = await read_overview(
             Coordinator(config.addresses.coordinator, config.security)
@@ -259,6 +261,7 @@ async def read_figures(config: ServiceConfig) -> dict[str, str]:
             for part in progress.parts[1:]
             if (text := part.trouble or _counts_text(part))
         },
+        "waits": chain_text(wait_chain(progress.parts, progress.parts[0].name)),
     }
 
 

@@ -53,6 +53,14 @@ NoToken = Annotated[
         "--no-token", help="create no tokens: every user of this machine may use and steer the run"
     ),
 ]
+Trackers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tracker",
+        metavar="NAME",
+        help="tensorboard, wandb or trackio: send each step's figures there; may be repeated",
+    ),
+]
 ConfigFiles = Annotated[
     list[Path] | None, typer.Option(help="TOML file; later files win", exists=True)
 ]
@@ -115,9 +123,12 @@ def begin(lines: str | None, phase: str) -> bool:
     return as_json
 
 
-def settings_of(overrides: list[str] | None, no_token: bool) -> tuple[str, ...]:
+def settings_of(
+    overrides: list[str] | None, no_token: bool, trackers: list[str] | None = None
+) -> tuple[str, ...]:
     """The settings from a command line."""
-    return (*(overrides or ()), *(("security.run_tokens=false",) if no_token else ()))
+    followed = (f"coordinator.trackers={json.dumps(trackers)}",) if trackers else ()
+    return (*(overrides or ()), *followed, *(("security.run_tokens=false",) if no_token else ()))
 
 
 def become(module: str, *arguments: str) -> NoReturn:

@@ -21,6 +21,14 @@ Run = Annotated[
 ]
 
 
+Against = Annotated[
+    str,
+    typer.Option(
+        metavar="RUN", help="another run, beside this one: settings that differ, dashed lines"
+    ),
+]
+
+
 def status(run: Run = None, address: CoordinatorAddress = None, config: ConfigFiles = None) -> None:
     """Show the state of a run: phase, slots, versions, the last step."""
     _operate("show_status", run, address, config)
@@ -100,22 +108,23 @@ def _operate(
     command.run_to_exit(getattr(active, function)(coordinator, *arguments, Console()))
 
 
-def report(run: command.RunPlace = None, config: ConfigFiles = None) -> None:
+def report(run: command.RunPlace = None, config: ConfigFiles = None, against: Against = "") -> None:
     """Write summary and report of a run at any time."""
     from paceline.cli.report import report_run
 
-    command.run_to_exit(report_run(run, config or [], command.console))
+    command.run_to_exit(report_run(run, config or [], command.console, against))
 
 
 def page(
     run: command.RunPlace = None,
     config: ConfigFiles = None,
     port: Annotated[int, typer.Option(min=0, help="port on loopback; 0: any free port")] = 0,
+    against: Against = "",
 ) -> None:
     """Serve a live page about a run to browsers on this machine."""
     from paceline.cli.page import serve_page
 
-    command.run_to_exit(serve_page(run, config or [], port, command.console))
+    command.run_to_exit(serve_page(run, config or [], port, command.console, against))
 
 
 def why(

@@ -113,6 +113,7 @@ def up(
     overrides: command.Overrides = None,
     config: command.ConfigFiles = None,
     no_token: command.NoToken = False,
+    tracker: command.Trackers = None,
     launcher: command.LauncherOption = command.LOCAL,
     address: command.ClusterAddress = None,
     lines: command.LineFormat = None,
@@ -123,7 +124,7 @@ def up(
     chosen = command.Launcher(launcher, address)
     from paceline.cli.play import run_up
 
-    settings = command.settings_of(overrides, no_token)
+    settings = command.settings_of(overrides, no_token, tracker)
     command.run_to_exit(
         run_up(list(config or []), settings, command.console, chosen, as_json=as_json)
     )
@@ -151,6 +152,7 @@ def demo(
     ] = None,
     out: Annotated[Path, typer.Option(help="folder of the runs")] = Path("runs"),
     no_token: command.NoToken = False,
+    tracker: command.Trackers = None,
     launcher: command.LauncherOption = command.LOCAL,
     address: command.ClusterAddress = None,
     lines: command.LineFormat = None,
@@ -172,7 +174,7 @@ def demo(
         config=config,
         resume=resume,
         out=out,
-        overrides=command.settings_of(overrides, no_token),
+        overrides=command.settings_of(overrides, no_token, tracker),
     )
     command.run_to_exit(run_demo(options, command.console, chosen, as_json=as_json))
 

@@ -1,7 +1,7 @@
 // The live page: puts the server's drawing in place and asks for its state; nothing is computed here.
 "use strict";
-const [run, state, queues] = ["run", "state", "queues"].map((id) => document.getElementById(id));
-let drawn = -1;
+const [run, state, queues, waiting] = ["run", "state", "queues", "waits"].map((id) => document.getElementById(id));
+let drawn = -1, complete = -1;
 
 async function answer(path) {
   const found = await fetch(path);
@@ -11,17 +11,18 @@ async function answer(path) {
 
 async function showRun() {
   const text = await (await answer("content")).text();
-  const all = () => [...run.querySelectorAll("details")];
-  const open = new Set(all().filter((one) => one.open).map((one) => one.innerText.split("\n")[0]));
-  const before = all().length;
+  const title = (one) => one.querySelector("summary").textContent;
+  const shut = new Set([...run.querySelectorAll("details:not([open])")].map(title));
   run.innerHTML = text;
-  if (before) for (const one of all()) one.open = open.has(one.innerText.split("\n")[0]);
+  for (const one of run.querySelectorAll("details")) one.open = !shut.has(title(one));
 }
 
-function showFigures(figures) {
-  queues.replaceChildren(...Object.entries(figures).map(([name, value]) => {
+function showFigures({ waits, ...figures }) {
+  if (!complete && waits) waiting.textContent = `No step has ended yet: ${waits[0]}`;
+  queues.replaceChildren(...Object.entries(figures).map(([name, [value, meaning]]) => {
     const one = document.createElement("span"), figure = document.createElement("b");
     figure.textContent = value;
+    one.title = meaning;
     one.append(`${name.replaceAll("_", " ")} `, figure);
     return one;
   }));
@@ -32,6 +33,8 @@ async function showState(now) {
   const away = now.away.length ? [`away: ${now.away.join(", ")}`] : [];
   const steps = `step ${now.complete} of ${now.total_steps}`;
   state.textContent = [steps, now.failure || now.phase, ...slots, ...away].join("  ·  ");
+  complete = now.complete;
+  if (complete) waiting.textContent = "";
   if (now.drawings !== drawn) await showRun();
   drawn = now.drawings;
 }

@@ -32,6 +32,7 @@ from paceline.config.load import load_config
 from paceline.errors import DataLoss, PacelineError
 from paceline.local import ports, tokens
 from paceline.report import html, journal
+from paceline.report.figures import OtherRun
 from paceline.report.samples import read_samples
 from paceline.report.spans import read_report
 from paceline.report.summary import summarize
@@ -46,21 +47,31 @@ _HEADERS = {"content-security-policy": _POLICY, "cache-control": "no-store"}
 _REST = 20.0
 """Pause after a drawing, as a multiple of its duration: at most a twentieth of a core."""
 _LEAST_REST_S, _FIGURES_REST_S = 1.0, 2.0
+_CLOCK = "%H:%M:%S"
 _NOTHING = "<p class='empty'>the run has not begun</p>"
 
 
 class LivePage:
     """The latest drawing and state of a run."""
 
-    def __init__(self, config: ServiceConfig, files: run_files.RunFiles, folder: Path) -> None:
-        """`folder`: private folder of this page for copies of the journal."""
-        self._config, self._files = config, files
+    def __init__(
+        self,
+        config: ServiceConfig,
+        files: run_files.RunFiles,
+        folder: Path,
+        other: OtherRun | None = None,
+    ) -> None:
+        """`folder`: private folder of this page for copies of the journal. `other`: a run to show
+        beside this one.
+        """
+        self._config, self._files, self._other = config, files, other
         self._copy = replace(files, directory=folder, spans_dir=str(files.spans))
         self._due = asyncio.Event()
         self._due.set()
         self.state = RunState(config.run.id, 0, lambda record: self._due.set())
         self.drawn, self.drawings = _NOTHING, 0
         self._figures: dict[str, str] = {}
+        self._answered_at = time.strftime(_CLOCK)
         self._read_s = float("-inf")
         self._reading = asyncio.Lock()
 
@@ -86,7 +97,7 @@ class LivePage:
         spans = read_report(self._copy.spans)
         samples = read_samples(self._copy.directory / report.SAMPLES)
         summary = summarize(self._files.run_id, history, ledger, spans, {}, settings)
-        return html.content(summary, history, spans, samples)
+        return html.content(summary, history, spans, samples, self._other)
 
     async def watch(self) -> None:
         """Follows the run's facts until it ends."""
@@ -94,11 +105,18 @@ class LivePage:
         self._due.set()
 
     async def figures(self) -> dict[str, str]:
-        """The queues of the run, read at most every two seconds for all browsers together."""
+        """The queues of the run and the chain of waits, read at most every two seconds for all
+        browsers together.
+        """
         async with self._reading:
             if time.monotonic() - self._read_s >= _FIGURES_REST_S:
                 self._figures = await read_figures(self._config)
                 self._read_s = time.monotonic()
+                if self._figures:
+                    self._answered_at = time.strftime(_CLOCK)
+                else:
+                    waits = f"no answer of the coordinator since {self._answered_at}"
+                    self._figures = {"waits": f"{waits}, at {self._config.addresses.coordinator}"}
             return self._figures
 
     def shown_state(self) -> dict[str, Any]:
@@ -139,7 +157,10 @@ def page_app(page: LivePage, run_id: str, token: str) -> Starlette:
             case "state":
                 return JSONResponse(page.shown_state())
             case "figures":
-                return JSONResponse(await page.figures())
+                found = await page.figures()
+                return JSONResponse(
+                    {name: (one, html.meaning(name)) for name, one in found.items()}
+                )
             case "page.js":
                 script = _SCRIPT.read_text(encoding="utf-8") + html.read_asset("tips.js")
                 return Response(script, media_type="text/javascript")
@@ -153,7 +174,8 @@ def page_app(page: LivePage, run_id: str, token: str) -> Starlette:
 def _frame(run_id: str) -> str:
     head = '<link rel="stylesheet" href="style.css"><script src="page.js" defer></script>'
     body = '<main><p class="note" id="state">connecting</p>'
-    body += f'<p class="queues" id="queues"></p><div id="run">{_NOTHING}</div></main>'
+    body += '<p class="queues" id="queues"></p><p class="empty" id="waits"></p>'
+    body += f'<div id="run">{_NOTHING}</div></main>'
     return html.document(f"Paceline run {run_id}, live", head, body)
 
 
@@ -162,18 +184,21 @@ def _refused() -> Response:
     return Response(words, HTTPStatus.UNAUTHORIZED)
 
 
-async def serve_page(run: str | None, settings: Sequence[Path], port: int, console: Console) -> int:
+async def serve_page(
+    run: str | None, settings: Sequence[Path], port: int, console: Console, against: str = ""
+) -> int:
     """Serves the page until Ctrl-C, also after the run has ended; returns 0.
 
-    `settings`: settings of the run, instead of its name. Raises NotFound for an unknown run,
-    Unavailable if its Redis is gone or the port is in use.
+    `settings`: settings of the run, instead of its name. `against`: a run beside it. Raises
+    NotFound for an unknown run, Unavailable if its Redis is gone or the port is in use.
     """
     found = access.directory_of(run, settings)
     config = load_config(ServiceConfig, "local", [found / "config.toml"])
     tokens.use_run_tokens(config)
     files, token = run_files.files_of(config), secrets.token_urlsafe(24)
     with tempfile.TemporaryDirectory(prefix="paceline-page-") as folder, _listening(port) as door:
-        page = LivePage(config, files, Path(folder))
+        other = await report.read_other(against, files.read_config()) if against else None
+        page = LivePage(config, files, Path(folder), other)
         app = page_app(page, files.run_id, token)
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
         address = f"http://{loopback()}:{door.getsockname()[1]}/?token={token}"

@@ -18,6 +18,7 @@ from paceline.local import patience, processes, services, supervisor
 from paceline.local.redis import launcher, resolved
 from paceline.report import html, journal
 from paceline.report.charts import duration
+from paceline.report.figures import OtherRun
 from paceline.report.samples import newest_samples, read_samples, write_samples
 from paceline.report.spans import read_report
 from paceline.report.summary import Summary, summarize
@@ -51,17 +52,20 @@ async def collect(
 
 
 def write_results(
-    files: run_files.RunFiles, ledger: LedgerCount, pids: Mapping[str, int]
+    files: run_files.RunFiles,
+    ledger: LedgerCount,
+    pids: Mapping[str, int],
+    other: OtherRun | None = None,
 ) -> Summary:
     """Writes steps.jsonl, summary.json and report.html, after all services have written their
-    spans. Raises DataLoss if the run has not begun.
+    spans. `other`: a run beside it in the report. Raises DataLoss if the run has not begun.
     """
     history, spans = journal.read_history(files.directory / JOURNAL), read_report(files.spans)
     summary = summarize(files.run_id, history, ledger, spans, pids, files.read_config())
     journal.write_steps(files.directory / STEPS, history.records)
     write_whole(files.summary, json.dumps(summary, indent=2) + "\n")
     samples = read_samples(files.directory / SAMPLES)
-    write_whole(files.report, html.render(summary, history, spans, samples))
+    write_whole(files.report, html.render(summary, history, spans, samples, other))
     return summary
 
 
@@ -109,19 +113,38 @@ def _number(value: Any, digits: int = 3) -> str:
 _REDIS_S = 60.0
 
 
-async def report_run(run: str | None, settings: Sequence[Path], console: Console) -> int:
+async def report_run(
+    run: str | None, settings: Sequence[Path], console: Console, against: str = ""
+) -> int:
     """Writes steps, summary and report of a run up to now, whether active or ended.
 
-    `settings`: settings of the run, instead of its name. Raises NotFound for an unknown run,
-    Unavailable if its Redis cannot be read, DataLoss if it has not begun.
+    `settings`: settings of the run, instead of its name. `against`: a run beside it in the report.
+    Raises NotFound for an unknown run, Unavailable if its Redis cannot be read, DataLoss if it has
+    not begun.
     """
     directory = access.directory_of(run, settings)
     config = load_config(ServiceConfig, "local", [directory / "config.toml"])
     files = run_files.files_of(config)
     ledger = await _read_ledger(config, files)
     kept = json.loads(files.summary.read_bytes()) if files.summary.is_file() else {}
-    print_results(write_results(files, ledger, kept.get("pids", {})), files, console)
+    other = await read_other(against, files.read_config()) if against else None
+    print_results(write_results(files, ledger, kept.get("pids", {}), other), files, console)
+    if other:
+        table = Table("setting that differs", files.run_id, other.run_id)
+        for row in other.settings:
+            table.add_row(*map(escape, row))
+        console.print(table)
     return 0
+
+
+async def read_other(run: str, settings: Mapping[str, Any]) -> OtherRun:
+    """A run to show beside the run with these settings, up to now. Raises as `report_run`."""
+    config = load_config(ServiceConfig, "local", [access.run_directory(run) / "config.toml"])
+    files = run_files.files_of(config)
+    await _read_ledger(config, files)
+    found = files.read_config()
+    history = journal.read_history(files.directory / JOURNAL)
+    return OtherRun(files.run_id, history, run_files.differing(settings, found))
 
 
 async def _read_ledger(config: ServiceConfig, files: run_files.RunFiles) -> LedgerCount:

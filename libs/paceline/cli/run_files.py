@@ -3,9 +3,10 @@
 import itertools
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import paceline
 from paceline.addresses import loopback
@@ -22,6 +23,10 @@ in a wheel.
 
 _UNTRAINED = {"coordinator": {"drafter_enabled": False}, "policy_trainer": {"push_head": False}}
 """Without drafter training, no trainer commits heads, so the policy trainer pushes none."""
+
+
+_PLACES = ("addresses.", "redis.", "telemetry.", "security.", "run.id", "run.dir")
+"""Settings that say where a run is, not what it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,27 @@ def merged(files: Sequence[Path], overrides: Sequence[str]) -> load.Tree:
     for override in overrides:
         load.merge(tree, parse_override(override))
     return tree
+
+
+def differing(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """(key, value here, value there) of the settings that differ between two runs, except names,
+    addresses and directories.
+    """
+    ours, theirs = dict(_leaves(here)), dict(_leaves(there))
+    return [
+        (key, ours.get(key, "default"), theirs.get(key, "default"))
+        for key in sorted({*ours, *theirs})
+        if ours.get(key) != theirs.get(key)
+    ]
+
+
+def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in tree.items():
+        name = f"{path}{key}"
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{name}.")
+        elif not name.startswith(_PLACES):
+            yield name, str(value)
 
 
 def note_settings(files: RunFiles, settings: Sequence[Path], overrides: Sequence[str] = ()) -> None:

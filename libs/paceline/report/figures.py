@@ -22,6 +22,16 @@ _LINES = 7
 """Maximum number of lines in one chart: one colour each."""
 _GREY = frozenset(("off", "idle", "rest"))
 AUDIT_GAP = "audit_gap/"
+
+
+class OtherRun(NamedTuple):
+    """A run that is shown beside another one."""
+
+    run_id: str
+    history: RunHistory
+    settings: Sequence[tuple[str, str, str]]  # that differ: key, value here, value there
+
+
 Of = Callable[[StepRecord], float]
 """A figure of a step; NaN if the step did not measure it."""
 Lines = Callable[[RunHistory], list[Series]]
@@ -37,17 +47,26 @@ class Chart(NamedTuple):
     smooth: bool = False  # running means, with the raw values faint behind them
     swaps: bool = False  # dashes at the steps that a new drafter serves first
 
-    def draw(self, history: RunHistory) -> str:
-        """The drawing as SVG; empty if nothing was measured."""
+    def draw(self, history: RunHistory, other: OtherRun | None = None) -> str:
+        """The drawing as SVG; empty if nothing was measured. Lines of the other run are dashed, in
+        the colour of their line here.
+        """
         series = [
             replace(one, color="c7" if one.name in _GREY else f"c{i}")
             for i, one in enumerate(self.lines(history)[:_LINES])
         ]
         if self.stacked:
             return charts.stacked_columns(series, y_label=self.title)
+        lines = [one for one in series if self.smooth and not one.dots]
+        raw = [replace(one, name=f"{one.name} of a step", faint=True) for one in lines]
+        colors = {one.name: f"{one.color} other" for one in series}
+        if other:
+            series += [
+                replace(one, name=f"{one.name} of {other.run_id}", color=colors[one.name])
+                for one in self.lines(other.history)
+                if one.name in colors
+            ]
         if self.smooth:
-            lines = [one for one in series if not one.dots]
-            raw = [replace(one, name=f"{one.name} of a step", faint=True) for one in lines]
             series = raw + [one if one.dots else _smoothed(one) for one in series]
         marks = _swaps(history.records) if self.swaps else ()
         return charts.line_chart(series, y_label=self.title, marks=marks)

@@ -2,6 +2,7 @@
 page.
 """
 
+import tomllib
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -47,7 +48,19 @@ def show_value(value: Any) -> str:
     return charts.number(value) if isinstance(value, float) else str(value)
 
 
-_MARKUP.filters.update(duration=charts.duration, figure=tables.figure, words=show_value)
+_MEANINGS = tomllib.loads((_FOLDER / "meanings.toml").read_text(encoding="utf-8"))
+
+
+def meaning(name: str) -> str:
+    """The meaning of a figure, chart or table by its title; empty for an unknown title. A number at
+    the end of the title does not count.
+    """
+    return str(_MEANINGS.get(name.rstrip(" 0123456789"), ""))
+
+
+_MARKUP.filters.update(
+    duration=charts.duration, figure=tables.figure, words=show_value, meaning=meaning
+)
 
 
 def render(
@@ -55,9 +68,10 @@ def render(
     history: journal.RunHistory,
     spans: SpanReport,
     samples: Sequence[ShownSample] = (),
+    other: figures.OtherRun | None = None,
 ) -> str:
     """The page; it loads nothing from outside."""
-    shown = content(summary, history, spans, samples)
+    shown = content(summary, history, spans, samples, other)
     head = f"<style>{read_asset('style.css')}</style>"
     body = f"<main>{shown}</main><script>{read_asset('tips.js')}</script>"
     return document(f"Paceline run {summary['run_id']}", head, body)
@@ -85,8 +99,9 @@ def content(
     history: journal.RunHistory,
     spans: SpanReport,
     samples: Sequence[ShownSample] = (),
+    other: figures.OtherRun | None = None,
 ) -> str:
-    """All sections about a run, as markup."""
+    """All sections about a run, as markup; `other`: a run to show beside it."""
     shown = (
         tables.exactness_table(history),
         tables.acceptance_table(history),
@@ -95,7 +110,8 @@ def content(
     )
     return _MARKUP.get_template("run.html").render(
         summary=summary,
-        charts=[(one, one.draw(history)) for one in figures.CHARTS],
+        charts=[(one, one.draw(history, other)) for one in figures.CHARTS],
+        compared=[tables.settings_table(other)] if other else [],
         tables=shown,
         holders=_HOLDERS.values(),
         timelines=_timelines(history),

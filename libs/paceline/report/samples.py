@@ -21,7 +21,7 @@ from paceline.tagged_json import from_object, to_object
 from paceline.trajectory import Trajectory
 from paceline.whole_files import write_whole
 
-SHOWN, _TOKENS = 8, 600
+SHOWN, _TOKENS = 5, 600
 """Samples, and tokens of each response."""
 _SHADES = (0.1, 0.7, 2.3, 4.6)
 """Surprise in nats at which each next shade begins: about 0.9, 0.5, 0.1 and 0.01 of probability."""

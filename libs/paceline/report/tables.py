@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from paceline.report.charts import duration, number
-from paceline.report.figures import AUDIT_GAP
+from paceline.report.figures import AUDIT_GAP, OtherRun
 from paceline.report.journal import DrafterDecision, RunHistory
 from paceline.report.spans import SpanReport
 
@@ -29,6 +29,13 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[object]]
     empty: str  # a sentence instead of a table without rows
     bad: Collection[object] = ()  # first cells of the marked rows
+
+
+def settings_table(other: OtherRun) -> Table:
+    """A row for each setting that differs between the two runs."""
+    note = f"this run beside {other.run_id}, whose lines are dashed in the charts"
+    heads = ("setting", "this run", other.run_id)
+    return Table("Settings that differ", note, heads, 3, other.settings, "no setting differs")
 
 
 def acceptance_table(history: RunHistory) -> Table:

@@ -18,7 +18,8 @@
   }
 
   function show(event) {
-    const said = event.target instanceof Element ? titled(event.target) : "";
+    let said = "";
+    for (let one = event.target; !said && one instanceof Element; one = one.parentElement) said = titled(one);
     tip.hidden = !said;
     tip.textContent = said;
     const { width, height } = tip.getBoundingClientRect(), above = event.clientY - height - 14;

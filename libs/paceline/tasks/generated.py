@@ -2,15 +2,22 @@
 
 A source is `reasoning_gym:FAMILY[?OPTION=VALUE&...],FAMILY...[#SEED]`, as in
 `reasoning_gym:chain_sum?max_terms=3&size=4000,gcd#1`. Options are those of the family's generator.
-Two options are added: `size`, the family's number of tasks and so its weight in a mixture, and
-`system`, the name of a system prompt of reasoning-gym; with `system=` the run's own
-`coordinator.system_prompt` applies. Family, options, seed and index determine a
-task, so tasks are not stored. Another seed gives held-out tasks.
+Four options are added:
+
+- `size`: the largest number of the family's tasks;
+- `weight`: the family's share of a mixture;
+- `level`: the level of the family's curriculum, for all of its attributes or as JSON for some;
+- `system`: the name of a system prompt of reasoning-gym; with `system=` the run's own
+  `coordinator.system_prompt` applies.
+
+Family, options, seed and index determine a task, so tasks are not stored. Another seed gives
+held-out tasks.
 """
 
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -66,15 +73,25 @@ def generate_records(source: str) -> Iterator[tuple[int, Mapping[str, object]]]:
     families, _, seed = source.removeprefix(SOURCE).partition("#")
     names = [f"{one}#{seed or 0}" for one in _COMMA.split(families)]
     generators = {name: _generator(name) for name in names}
-    number = 0
-    for index in range(max(len(dataset) for dataset, _ in generators.values())):
-        for name, (dataset, system) in generators.items():
-            if index < len(dataset):
+    counts, number = _counts([one[::2] for one in generators.values()]), 0
+    for index in range(max(counts)):
+        for (name, (dataset, system, _)), count in zip(generators.items(), counts, strict=True):
+            if index < count:
                 number += 1
                 found = {"task_id": f"{name.partition('?')[0].partition('#')[0]}-{number}"}
                 asked = {"prompt": dataset[index]["question"], "answer": _answer(dataset, index)}
                 told = {SYSTEM: system} if system else {}
                 yield number, found | asked | told | {FAMILY: name, INDEX: str(index)}
+
+
+def _counts(families: Sequence[tuple[Any, float]]) -> list[int]:
+    """Tasks of each dataset in the proportion of the weights, at most all and at least one of each.
+    A dataset without a weight (0) has weight 1 beside other weights, else all of its tasks.
+    """
+    if not any(weight for _, weight in families):
+        return [len(dataset) for dataset, _ in families]
+    share = min(len(dataset) / (weight or 1) for dataset, weight in families)
+    return [max(1, round((weight or 1) * share)) for _, weight in families]
 
 
 def _answer(dataset: Any, index: int) -> str:
@@ -83,10 +100,10 @@ def _answer(dataset: Any, index: int) -> str:
 
 
 @lru_cache(maxsize=64)
-def _generator(family: str) -> tuple[Any, str]:
-    """The dataset of `NAME?OPTION=VALUE&...#SEED`, and its system prompt."""
+def _generator(family: str) -> tuple[Any, str, float]:
+    """The dataset of `NAME?OPTION=VALUE&...#SEED`, its system prompt and its weight (0: none)."""
     try:
-        from reasoning_gym.factory import DATASETS, create_dataset
+        from reasoning_gym.factory import CURRICULA, DATASETS, create_dataset
         from reasoning_gym.utils import SYSTEM_PROMPTS
     except ImportError as error:
         raise TaskFileError(
@@ -95,19 +112,43 @@ def _generator(family: str) -> tuple[Any, str]:
             allowed="pip install 'paceline[reasoning-gym]'",
         ) from error
     named, _, seed = family.partition("#")
-    name, _, given = named.partition("?")
+    name, _, text = named.partition("?")
     if name not in DATASETS:
         raise TaskFileError("no such family", seen=name, allowed=", ".join(sorted(DATASETS)))
-    options = {"size": SIZE}
+    pairs = (one.partition("=") for one in text.split("&") if one)
+    given = {key: option_value(value) for key, _, value in pairs}
+    options = {"size": SIZE} | given
+    weight = options.pop("weight", 0)
+    if "weight" in given and not (type(weight) in (int, float) and 0 < weight < math.inf):
+        raise TaskFileError(f"the weight of {name}", seen=weight, allowed="a number above 0")
     try:
-        pairs = (one.partition("=") for one in given.split("&") if one)
-        options |= {key: option_value(value) for key, _, value in pairs}
+        if (level := options.pop("level", None)) is not None:
+            if name not in CURRICULA:
+                raise ValueError("the family has no curriculum, so no level")
+            options = _levelled(CURRICULA[name](), level) | options
         prompt = options.pop("system", "default")
         system = SYSTEM_PROMPTS[prompt] if prompt else ""
-        return create_dataset(name, seed=int(seed) * SEED_STRIDE, **options), system
+        return create_dataset(name, seed=int(seed) * SEED_STRIDE, **options), system, weight
     except Exception as error:  # a generator may raise anything
         message = f"tasks of {name} cannot be generated: {type(error).__name__}: {error}"
         raise TaskFileError(message, seen=family, allowed=ALLOWED) from error
+
+
+def _levelled(curriculum: Any, level: Any) -> dict[str, Any]:
+    """Options of a family at a level of its curriculum: a number for all attributes, each at most
+    at its highest level, or numbers by attribute. Raises ValueError for a level beyond.
+    """
+    if not isinstance(level, dict):
+        highest = max(len(one.levels) for one in curriculum.attributes.values()) - 1
+        if level not in range(highest + 1):
+            raise ValueError(f"level is {level}, not in 0..{highest}")
+        curriculum.set_global_level(level)
+    else:
+        for attribute, number in level.items():
+            curriculum.set_attr_level(attribute, number)
+    found = dict(vars(curriculum.generate_configuration()))
+    del found["seed"]
+    return found
 
 
 class GeneratedAnswer:
@@ -119,10 +160,10 @@ class GeneratedAnswer:
 
     def score(self, episode: Any) -> float:
         """0 to 1. Raises TaskFileError or KeyError for a task of another origin."""
+        metadata = episode.task.metadata
+        dataset, _, _ = _generator(metadata[FAMILY])
         from reasoning_gym.utils import extract_answer
 
-        metadata = episode.task.metadata
-        dataset, _ = _generator(metadata[FAMILY])
         answer = extract_answer(episode.text)
         if answer is None:
             numbers = _NUMBER.fullmatch(episode.task.answer) and _NUMBER.findall(episode.text)

@@ -47,12 +47,11 @@ class TaskSource:
         few tasks.
         """
         self._config = config
-        later = config.later
         tasks = None if config.open_traffic else _enough(config, config.tasks_path)
         self._stages = [Stage(0, tasks, _heldout(config, config.heldout_path))]
-        if later.from_step:
-            heldout = _heldout(config, later.heldout_path) or self._stages[0].heldout
-            self._stages.append(Stage(later.from_step, _enough(config, later.tasks_path), heldout))
+        for step, later in sorted(config.later.items()):
+            heldout = _heldout(config, later.heldout_path) or self._stages[-1].heldout
+            self._stages.append(Stage(step, _enough(config, later.tasks_path), heldout))
 
     @property
     def described(self) -> str:

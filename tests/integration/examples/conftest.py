@@ -7,9 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from example_runs import Serve, background, until_it_serves
-
-from paceline.local.ports import free_port
+from example_runs import Serve, gateway
 
 
 @pytest.fixture
@@ -18,18 +16,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
     with ExitStack() as stack:
 
         def start(example: str) -> str:
-            port, log = free_port(), tmp_path / "gateway.log"
-            words = [
-                "serve",
-                "gateway",
-                "--config",
-                f"examples/{example}/serve.toml",
-                "--http-port",
-                str(port),
-            ]
-            words += ["--grpc-port", "0", f'run.dir="{tmp_path}"']
-            process = stack.enter_context(background(*words, log=log))
-            until_it_serves(f"http://127.0.0.1:{port}", process, log)
-            return f"http://127.0.0.1:{port}"
+            settings = f"examples/{example}/serve.toml"
+            return stack.enter_context(gateway(tmp_path, "--config", settings))
 
         yield start

@@ -1,12 +1,14 @@
-"""Runs examples/frameworks as its README does: one agent in three frameworks, where installed."""
+"""Runs examples/frameworks as its README does: one agent in several frameworks, where installed."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from example_runs import Serve, run_example
+from example_runs import Serve, gateway, run_example
 from otlp_receiver import OtlpReceiver, receiving
 
 from paceline.local.patience import patient
@@ -32,19 +34,57 @@ def received(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpReceiver]:
     [
         ("agents", "openai_agents_agent", 1),
         ("langgraph", "langgraph_agent", 1),
+        ("pydantic_ai", "pydantic_ai_agent", 1),
+        ("mcp", "mcp_agent", 1),
         ("smolagents", "smolagents_agent", 3),
     ],
 )
 def test_the_agents_run_is_a_session_of_what_its_model_said_in_the_agents_trace(
     received: OtlpReceiver, serve: Serve, framework: str, script: str, branches: int
 ) -> None:
-    if importlib.util.find_spec(framework) is None:
-        pytest.skip(f"{framework} is not installed: pip install 'paceline[examples]'")
+    require(framework)
     done = run_example(f"frameworks/{script}.py", "--url", serve("frameworks"))
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = done.stdout.splitlines()
     assert line.startswith(f"{RIGHT}  ({TURNS} turns in {branches} branches;"), line
     session_hangs_below_the_agent(received)
+
+
+def require(framework: str) -> None:
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed: pip install 'paceline[examples]'")
+
+
+@pytest.fixture(scope="module")
+def real_gateway(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A gateway of the pretrained model, whose template knows no tools."""
+    chat = ("gateway.chat.tool_format=hermes", "gateway.chat.tool_prompt=default")
+    engine = ("gateway.engine.max_sequence_tokens=8192", "gateway.engine.workers=1")
+    engine += ("gateway.engine.max_batch=2",)
+    folder = tmp_path_factory.mktemp("real")
+    with gateway(folder, f"gateway.model={real_model}", *chat, *engine) as url:
+        yield url
+
+
+@pytest.mark.real
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("framework", ["agents", "langgraph", "mcp", "pydantic_ai", "smolagents"])
+def test_an_agents_run_on_a_real_model_is_scored_and_its_tokens_are_trained(
+    real_gateway: str, framework: str
+) -> None:
+    require(framework)
+    script = f"frameworks/{'openai_' if framework == 'agents' else ''}{framework}_agent.py"
+    done = run_example(script, "--url", real_gateway, timeout_s=patient(500))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.fullmatch(
+        r"[01]  .*  \((\d+) turns in (\d+) branches; (\d+) of (\d+) tokens are trained\)\n",
+        done.stdout,
+        re.DOTALL,
+    )
+    assert found is not None, done.stdout
+    turns, branches, trained, tokens = map(int, found.groups())
+    assert turns >= branches >= 1
+    assert 0 < trained < tokens
 
 
 def session_hangs_below_the_agent(received: OtlpReceiver) -> None:

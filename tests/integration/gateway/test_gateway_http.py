@@ -94,6 +94,15 @@ async def test_chat_uses_the_template_and_streams_deltas(serve_gateway: Any) -> 
         assert deltas[0]["role"] == "assistant"
         assert "".join(delta["content"] for delta in deltas) == "2+2=5"
         assert pieces[-1]["usage"]["completion_tokens"] == answer["usage"]["completion_tokens"]
+        assert not any("usage" in piece for piece in pieces[:-1])
+        body |= {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "n": 2}
+        *pieces, last = events((await served.http.post("/v1/chat/completions", json=body)).text)
+        for index in range(2):  # each choice counts its own tokens, and its whole prompt
+            of_choice = [one["usage"] for one in pieces if one["choices"][0]["index"] == index]
+            counts = [one["completion_tokens"] for one in of_choice]
+            assert counts == sorted(counts)
+            assert counts[-1] == answer["usage"]["completion_tokens"]
+            assert {one["prompt_tokens"] for one in of_choice} == {last["usage"]["prompt_tokens"]}
 
 
 BAD_BODIES: list[tuple[dict[str, Any], str]] = [

@@ -1,5 +1,5 @@
-"""Runs EleutherAI's harness (`pip install "lm-eval[api]"`) where it is installed. Tasks of its
-three kinds run over this gateway's completions, and over transformers in the harness's process.
+"""Runs EleutherAI's harness, lm-eval, where it is installed. Tasks of its three kinds run over this
+gateway's completions, and over transformers in the harness's process.
 """
 
 from __future__ import annotations
@@ -8,16 +8,15 @@ import asyncio
 import json
 import math
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from integration.gateway.conftest import POLICY_MODEL, serving, tiny_model
+from outside_tools import program
 
 from paceline.local.patience import patient
 
-HARNESS = os.environ.get("PACELINE_LM_EVAL") or shutil.which("lm_eval")
 RUN_S = 240.0
 QUESTIONS: list[dict[str, Any]] = [
     {"question": "1+1=", "choices": ["%131070%070041", "1+1=2 #2", "7"], "label": 0},
@@ -44,7 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 pytestmark = [
-    pytest.mark.skipif(not HARNESS, reason="lm_eval is neither on PATH nor in PACELINE_LM_EVAL"),
+    pytest.mark.tools,
     pytest.mark.slow,
     pytest.mark.timeout(600),
 ]
@@ -69,10 +68,10 @@ def write_tasks(folder: Path) -> None:
 
 async def answers(folder: Path, kind: str, **arguments: Any) -> dict[str, list[Any]]:
     """The harness's answers to each question, by kind of task."""
-    assert HARNESS is not None
+    harness = program("lm-eval", "lm_eval", "lm-eval[api,hf]")
     out = folder / kind
     child = await asyncio.create_subprocess_exec(
-        *(HARNESS, "--model", kind, "--log_samples", "--output_path", str(out)),
+        *(harness, "--model", kind, "--log_samples", "--output_path", str(out)),
         *("--model_args", ",".join(f"{key}={value}" for key, value in arguments.items())),
         *("--tasks", ",".join(f"paceline_{name}" for name in KINDS)),
         *("--include_path", str(folder), "--device", "cpu"),

@@ -112,6 +112,35 @@ async def test_figures_are_read_at_most_every_two_seconds_for_all_browsers(
     assert await page.figures() == {"requests waiting": "2"}
 
 
+async def test_a_page_without_a_coordinator_names_the_time_of_its_last_answer(
+    page: LivePage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def read(config: ServiceConfig) -> dict[str, str]:
+        return {}
+
+    monkeypatch.setattr("paceline.cli.page.read_figures", read)
+    client = browser(page)
+    client.cookies.set(COOKIE, TOKEN)
+    waits, _ = client.get("/figures").json()["waits"]
+    address = re.escape(ServiceConfig().addresses.coordinator)
+    found = rf"no answer of the coordinator since \d\d:\d\d:\d\d, at {address}"
+    assert re.fullmatch(found, waits), waits
+
+
+async def test_a_browser_gets_the_meaning_of_each_figure(
+    page: LivePage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def read(config: ServiceConfig) -> dict[str, str]:
+        return {"serving": "p3.d1", "worker 7": "running 2"}
+
+    monkeypatch.setattr("paceline.cli.page.read_figures", read)
+    client = browser(page)
+    client.cookies.set(COOKIE, TOKEN)
+    found = client.get("/figures").json()
+    assert {name: value for name, (value, _) in found.items()} == await read(ServiceConfig())
+    assert all(meaning for _, meaning in found.values())
+
+
 @pytest.mark.slow
 async def test_queues_of_services_that_do_not_answer_are_left_out() -> None:
     assert await read_figures(ServiceConfig()) == {}

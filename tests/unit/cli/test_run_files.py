@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.access import directory_of
+from paceline.cli.command import settings_of
 from paceline.cli.run_files import (
     DemoOptions,
     RunFiles,
     configure_run,
+    differing,
     find_run,
     parse_override,
     repository_root,
@@ -197,3 +199,30 @@ def test_a_run_is_named_or_its_settings_are_given(both: bool, tmp_path: Path) ->
     given = ("demo-0-1", [tmp_path / "mine.toml"]) if both else (None, [])
     with pytest.raises(InvalidInput, match="which run"):
         directory_of(*given)
+
+
+def test_two_runs_differ_by_their_settings_and_not_by_their_places() -> None:
+    here = {
+        "run": {"id": "a", "dir": "runs/a", "seed": 1},
+        "addresses": {"http": "127.0.0.1:1"},
+        "policy_trainer": {"optimizer": {"lr": 1e-5}, "model": "m"},
+    }
+    there = {
+        "run": {"id": "b", "dir": "runs/b", "seed": 1},
+        "addresses": {"http": "127.0.0.1:2"},
+        "policy_trainer": {"model": "m"},
+        "coordinator": {"later": {"100": {"tasks_path": "t.jsonl"}}},
+    }
+    assert differing(here, there) == [
+        ("coordinator.later.100.tasks_path", "default", "t.jsonl"),
+        ("policy_trainer.optimizer.lr", "1e-05", "default"),
+    ]
+    assert differing(here, here) == []
+
+
+def test_a_tracker_named_on_the_command_line_becomes_a_setting(tmp_path: Path) -> None:
+    settings = settings_of(["coordinator.steps=3"], no_token=False, trackers=["tensorboard"])
+    files = prepare_run(DemoOptions(out=tmp_path, overrides=settings))
+    config = load_config(CoordinatorConfig, "coordinator", [files.config])
+    assert (config.trackers, config.steps) == (("tensorboard",), 3)
+    assert settings_of(None, no_token=False) == ()

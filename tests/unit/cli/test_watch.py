@@ -219,4 +219,5 @@ async def test_the_pages_figures_come_from_the_coordinator(
         "serving": "p0.d0",
         "promoted": "none",
         "gateway": "offers 2, open groups 1",
+        "waits": "coordinator",
     }

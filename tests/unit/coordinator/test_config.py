@@ -70,7 +70,7 @@ def test_combinations_of_tasks_environments_and_rewards_that_work(
         ),
         (HELDOUT, "no training tasks"),
         (
-            EXTERNAL | {"later": {"from_step": 3, "tasks_path": "l.jsonl"}},
+            EXTERNAL | {"later": {3: {"tasks_path": "l.jsonl"}}},
             "later needs coordinator.tasks_path",
         ),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 
@@ -17,7 +18,8 @@ from paceline.report.charts import (
     ticks,
     timeline,
 )
-from paceline.report.html import render, show_value, trace_rows
+from paceline.report.figures import CHARTS, OtherRun
+from paceline.report.html import meaning, render, show_value, trace_rows
 from paceline.report.journal import RunHistory
 from paceline.report.spans import SpanRecord, SpanReport
 from paceline.report.summary import summarize
@@ -70,6 +72,43 @@ def test_the_page_is_well_formed_and_has_every_section(
         "Counts",
     ):
         assert title in text
+
+
+def test_each_figure_has_its_meaning_as_a_title(history: RunHistory, spans: SpanReport) -> None:
+    text = page(history, spans)
+    without = [
+        *re.findall(r'<h2 title="">([^<]+)', text),
+        *re.findall(r'<div class="tile[^>]*title=""><b>.*?<span>([^<]+)', text),
+        *re.findall(r'<tr title=""><td>([^<]+)', text),
+        *(one.title for one in CHARTS if not meaning(one.title)),
+    ]
+    assert without == []
+    assert meaning("worker 12") == meaning("worker") != ""
+
+
+def test_the_page_begins_with_the_reward_and_the_samples(
+    history: RunHistory, spans: SpanReport
+) -> None:
+    titles = re.findall(r"<h2[^>]*>([^<]+)", page(history, spans))
+    assert titles[:3] == ["Reward and held-out accuracy", "Parts of the reward", "Samples"]
+    assert titles.count("Samples") == 1
+
+
+def test_another_run_is_dashed_beside_this_one_with_the_settings_that_differ(
+    history: RunHistory, spans: SpanReport
+) -> None:
+    shorter = replace(history, records=history.records[:4])
+    other = OtherRun("<other>", shorter, [("policy_trainer.optimizer.lr", "1e-05", "default")])
+    summary = summarize("demo-0-1", history, LedgerCount(0, 0, {}, 0, 0), spans, {}, {})
+    text = render(summary, history, spans, (), other)
+    alone = render(summary, history, spans)
+    assert "Settings that differ" in text
+    assert "Settings that differ" not in alone
+    assert "<td>policy_trainer.optimizer.lr</td><td>1e-05</td><td>default</td>" in text
+    assert "reward of &lt;other&gt;" in text
+    assert '<path class="line c0 other" d="M' in text
+    assert "c0 other" not in alone
+    assert text.count("<svg") == alone.count("<svg")
 
 
 def test_the_page_loads_nothing(history: RunHistory, spans: SpanReport) -> None:

@@ -45,7 +45,7 @@ SAMPLE = ShownSample(
 
 def test_text_of_a_sample_cannot_become_markup(history: RunHistory) -> None:
     summary = summarize("demo", history, LedgerCount(0, 0, {}, 0, 0), SpanReport(), {}, {})
-    shown = content(summary, history, SpanReport(), [SAMPLE]).split("<h2>Samples</h2>")[1]
+    shown = content(summary, history, SpanReport(), [SAMPLE]).split(">Samples</h2>")[1]
     assert '<span class="s0" title="-0.01 off">&lt;b&gt;</span>' in shown
     assert '<span class="prompt">tool</span> … 7 more tokens' in shown
     assert "t&lt;1&gt; · step 4 · p4 · reward 0.5" in shown

@@ -71,6 +71,9 @@ def test_a_value_of_a_chart_a_bar_of_the_slots_and_a_token_are_told(tab: Tab, by
     assert bar == "slot 0: drafter training, 750 ms, step 1"
     assert told(tab, middle(tab, TOKEN), by) == "-0.25 off"
     assert told(tab, middle(tab, "document.querySelector('h1')"), by) == ""
+    # A part of a tile has the meaning of its tile.
+    assert told(tab, middle(tab, "document.querySelector('.tile b')"), by).startswith("Share of")
+    assert told(tab, middle(tab, "document.querySelector('h2')"), by).startswith("Whether the")
 
 
 def test_the_script_is_a_few_kilobytes() -> None:

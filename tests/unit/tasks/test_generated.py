@@ -41,6 +41,42 @@ def test_neighbouring_seeds_share_no_task(reasoning_gym: Path) -> None:
 
 
 @pytest.mark.real
+@pytest.mark.parametrize(
+    ("options", "counts"),
+    [
+        (("size=6&weight=3", "size=6"), (6, 2)),  # no weight beside a weight is 1
+        (("size=6&weight=0.25", "size=2&weight=0.5"), (1, 2)),  # no task is drawn twice
+        (("size=6&weight=1e-6", "size=2"), (1, 2)),
+    ],
+)
+def test_families_are_mixed_by_their_weights(
+    options: tuple[str, str], counts: tuple[int, int], reasoning_gym: Path
+) -> None:
+    tasks = TaskFile(f"reasoning_gym:gcd?{options[0]},chain_sum?{options[1]}")
+    names = [task.task_id.partition("-")[0] for task in tasks]
+    assert (names.count("gcd"), names.count("chain_sum")) == counts
+    assert len({task.metadata["family"] + task.metadata["index"] for task in tasks}) == len(tasks)
+    assert all(score(task, f"<answer>{task.answer}</answer>") == 1.0 for task in tasks)
+
+
+@pytest.mark.real
+def test_a_curriculums_level_sets_all_attributes_or_those_that_are_named(
+    reasoning_gym: Path,
+) -> None:
+    def options(text: str) -> tuple[int, int, int, int]:
+        config = generated._generator(f"chain_sum?{text}#0")[0].config
+        return config.min_terms, config.max_terms, config.max_digits, config.size
+
+    assert options("level=0") == (2, 2, 1, generated.SIZE)
+    assert options("level=3&size=5") == (2, 5, 4, 5)
+    assert options("level=10") == (2, 12, 10, generated.SIZE)  # the digits end at level 9
+    assert options('level={"num_terms":3}') == (2, 5, 1, generated.SIZE)
+    assert options("level=3&max_digits=2") == (2, 5, 2, generated.SIZE)  # an option's value remains
+    mixed = TaskFile('reasoning_gym:gcd?level={"num_terms":1,"value":2}&size=3,chain_sum?size=3')
+    assert len(mixed) == 6
+
+
+@pytest.mark.real
 def test_the_last_answer_in_tags_or_the_last_number_is_scored_by_the_family(
     reasoning_gym: Path,
 ) -> None:
@@ -64,6 +100,15 @@ def test_the_last_answer_in_tags_or_the_last_number_is_scored_by_the_family(
         ("reasoning_gym:chain_sum?max_terms=1", "AssertionError"),
         ("reasoning_gym:chain_sum?system=polite", "KeyError"),
         ("reasoning_gym:chain_sum#x", "invalid literal"),
+        ("reasoning_gym:chain_sum?level=11", r"level is 11, not in 0\.\.10"),
+        ("reasoning_gym:chain_sum?level=hard", r"level is hard, not in 0\.\.10"),
+        ('reasoning_gym:chain_sum?level={"terms":1}', "'.*terms' does not exist"),
+        ("reasoning_gym:acre?level=0", "the family has no curriculum"),
+        ("reasoning_gym:gcd?weight=0", "weight of gcd; seen: 0; allowed: a number above 0"),
+        ("reasoning_gym:gcd?weight=-1,chain_sum", "seen: -1"),
+        ("reasoning_gym:gcd?weight=heavy", "seen: heavy"),
+        ("reasoning_gym:gcd?weight=NaN", "seen: nan"),
+        ("reasoning_gym:gcd?weight=null", "weight of gcd; allowed"),
     ],
 )
 def test_an_unusable_source_is_refused(source: str, seen: str, reasoning_gym: Path) -> None:
@@ -75,6 +120,9 @@ def test_the_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)  # an import raises ImportError
     with pytest.raises(TaskFileError, match=r"pip install 'paceline\[reasoning-gym\]'"):
         TaskFile("reasoning_gym:chain_sum?max_digits=9")
+    task = Task("a-1", "1 + 1 =", "2", {"family": "chain_sum?max_digits=8#0", "index": "0"})
+    with pytest.raises(TaskFileError, match=r"pip install 'paceline\[reasoning-gym\]'"):
+        score(task, "2")
 
 
 def test_the_usual_reward_follows_the_tasks() -> None:

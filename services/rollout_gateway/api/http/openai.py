@@ -121,7 +121,10 @@ class _Choices(answers.Answers[B]):
         self._called: Counter[int] = Counter()  # tool calls of each choice
         self._places: dict[int, TextPlaces] = {}  # of the tokens of each completion
         self._around: dict[int, tuple[bytes, bytes]] = {}  # bytes before and after an event's text
-        self._detailed = body.wanted_logprobs() is not None or body.return_token_ids
+        options = body.stream_options
+        self._counted = options is not None and options.continuous_usage_stats
+        logprobs = body.wanted_logprobs() is not None
+        self._detailed = logprobs or body.return_token_ids or self._counted
 
     def _asked(self, prompts: int = 1, *, special: bool = True) -> Asked:
         """The request for choices of so many prompts. Raises InvalidInput for too many."""
@@ -139,7 +142,7 @@ class _Choices(answers.Answers[B]):
             for index, call in enumerate(calls)
         ]
         head = self._head(chunk=False) | self._shared_facts(calls[0])
-        return {**head, "choices": choices, "usage": self._usage(calls)}
+        return {**head, "choices": choices, "usage": self._usage(calls, self.body.n)}
 
     def piece(self, index: int, call: Call, piece: Piece) -> list[answers.Event]:
         first = index not in self._started
@@ -149,6 +152,8 @@ class _Choices(answers.Answers[B]):
             self._started.add(index)
         news = self._news(index, piece, first=first)
         event["choices"] = [self._choice(index, call, piece, news, first=first)]
+        if self._counted:
+            event["usage"] = self._usage([call])
         return [event]
 
     def encode_piece(self, index: int, call: Call, piece: Piece) -> bytes:
@@ -166,7 +171,11 @@ class _Choices(answers.Answers[B]):
     def last(self, calls: Sequence[Call]) -> Iterator[answers.Event]:
         options = self.body.stream_options
         if options is not None and options.include_usage:
-            yield {**self._head(chunk=True), "choices": [], "usage": self._usage(calls)}
+            yield {
+                **self._head(chunk=True),
+                "choices": [],
+                "usage": self._usage(calls, self.body.n),
+            }
 
     def failed(self, error: PacelineError) -> answers.Event:
         return answers.openai_error(error)
@@ -228,8 +237,8 @@ class _Choices(answers.Answers[B]):
             for one, (value, rank) in ranked.items()
         }
 
-    def _usage(self, calls: Sequence[Call]) -> dict[str, Any]:
-        prompt, cached, output, reasoning = answers.usage(calls, self.body.n)
+    def _usage(self, calls: Sequence[Call], siblings: int = 1) -> dict[str, Any]:
+        prompt, cached, output, reasoning = answers.usage(calls, siblings)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": output,

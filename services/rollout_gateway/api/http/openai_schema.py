@@ -88,6 +88,7 @@ class StreamOptions(shapes.Shape):
     """Options of a stream."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # of a choice so far, in each of its chunks
 
 
 class GenerationBody(shapes.SampledBody):

@@ -140,23 +140,25 @@ def test_other_tasks_come_from_their_step_on_and_evaluations_follow_them(tmp_pat
         write_tasks(
             tmp_path / f"{name}.jsonl", [Task(f"{name}{i}", f"{i}=", str(i)) for i in range(4)]
         )
-    later = {"from_step": 2, "tasks_path": str(tmp_path / "later.jsonl")}
-    tasks = source(tmp_path, later=later | {"heldout_path": str(tmp_path / "later_heldout.jsonl")})
-    drawn = [{task.task_id[0] for task in tasks.step_request(step, 1).tasks} for step in range(4)]
-    assert drawn == [{"t"}, {"t"}, {"l"}, {"l"}]
+    later = {"tasks_path": str(tmp_path / "later.jsonl")}
+    held = {"heldout_path": str(tmp_path / "later_heldout.jsonl")}
+    first = {"tasks_path": str(tmp_path / "train.jsonl")}
+    tasks = source(tmp_path, later={"4": first, "2": later | held})
+    drawn = [{task.task_id[0] for task in tasks.step_request(step, 1).tasks} for step in range(6)]
+    assert drawn == [{"t"}] * 2 + [{"l"}] * 2 + [{"t"}] * 2
     asked = [
         tasks.evaluation_request(Evaluation.PROBE, finished, 1).tasks[0].task_id
-        for finished in range(5)
+        for finished in range(7)
     ]
-    assert asked == ["h0", "h0", "h0", "later_heldout0", "later_heldout0"]
-    kept = source(tmp_path, later=later)
+    assert asked == ["h0"] * 3 + ["later_heldout0"] * 4
+    kept = source(tmp_path, later={"2": later})
     assert kept.evaluation_request(Evaluation.PROBE, 4, 1).tasks[0].task_id == "h0"
 
 
 def test_later_tasks_are_checked_at_the_start(tmp_path: Path) -> None:
     write_tasks(tmp_path / "few.jsonl", [Task("a", "1=", "1")])
     with pytest.raises(ConfigError, match="has too few tasks"):
-        source(tmp_path, later={"from_step": 2, "tasks_path": str(tmp_path / "few.jsonl")})
+        source(tmp_path, later={"2": {"tasks_path": str(tmp_path / "few.jsonl")}})
 
 
 def test_a_later_round_asks_for_tasks_that_the_step_has_not_had_at_their_places(
