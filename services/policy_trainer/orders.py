@@ -177,11 +177,9 @@ class Orders:
             learner.packer.accumulate(learner.model, batch, part, losses_of, learner.on_micro_batch)
         for one in (logprobs, losses):
             dist.all_reduce(one)
-        parts = (one.cpu().numpy().astype("<f4").tobytes() for one in (logprobs, losses))
+        wire = [one.cpu().numpy().astype("<f4").tobytes() for one in (logprobs, losses)]
         figures = {"loss": float(losses.double().sum())}
-        return pb.LearnResponse(
-            **dict(zip(("logprobs", "losses"), parts, strict=True)), figures=figures
-        )
+        return pb.LearnResponse(logprobs=wire[0], losses=wire[1], figures=figures)
 
     def _optim_step(self, order: pb.OptimStep) -> pb.LearnResponse:
         learner = self._trainer.learner

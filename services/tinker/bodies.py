@@ -6,7 +6,7 @@ Unknown fields are refused by name: an ignored one could change a result in sile
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -16,7 +16,6 @@ from paceline.errors import InvalidInput
 from paceline.services.tinker.futures import BINARY, Result
 from paceline.v1 import policy_pb2, tinker_pb2
 
-B = TypeVar("B", bound="Body")
 NAME = r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}"
 """Pattern of a saved state's name."""
 _LARGEST_ID = (1 << 31) - 1
@@ -32,7 +31,7 @@ class Body(BaseModel):
     type: str = ""
 
     @classmethod
-    def read(cls: type[B], fields: Mapping[str, Any]) -> B:
+    def read(cls, fields: Mapping[str, Any]) -> Self:
         """The checked fields. Raises InvalidInput with the first wrong field."""
         try:
             return cls.model_validate(fields)

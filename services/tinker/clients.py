@@ -7,16 +7,15 @@ client's turn, the learner's state is written, and that client's state is read.
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from itertools import count
 
-from paceline.errors import FailedPrecondition, InvalidInput, PacelineError, Unavailable
+from paceline.errors import FailedPrecondition, InvalidInput, PacelineError
 from paceline.services.tinker.futures import LOST, Future, Futures, Result
 from paceline.services.tinker.trainer import Trainer
 from paceline.v1 import policy_pb2 as pb
 
-RANK_LOST = "RANK_LOST"
 Work = Callable[[], Awaitable[Result]]
 
 
@@ -51,14 +50,17 @@ class Client:
 class Clients:
     """All training clients. Use on one event loop, with `run` as a task."""
 
-    def __init__(self, trainer: Trainer, futures: Futures, gap_s: float) -> None:
+    def __init__(
+        self, trainer: Trainer, futures: Futures, gap_s: float, first_save: int = 1
+    ) -> None:
+        """`first_save`: number of the first checkpoint, above the numbers of earlier processes."""
         self._trainer, self._futures, self._gap_s = trainer, futures, gap_s
         self._clients: dict[str, Client] = {}
         self._turns: deque[str] = deque()
         self._loaded: Client | None = None  # of which the trainer holds the learner
         self._over = False  # the turn of this client is over
         self._work = asyncio.Event()
-        self._saves = 0  # numbers of checkpoints, which only rise
+        self._saves = count(first_save)
 
     def find(self, model_id: str) -> Client | None:
         """The client of that name."""
@@ -167,20 +169,27 @@ class Clients:
         steps or gradients of the client.
         """
         while True:
-            self._check_held(client)
+            if client.lost:
+                raise FailedPrecondition(
+                    f"the trainer has lost steps of the client: {client.lost}",
+                    reason=LOST,
+                    allowed="load_state, or a new training client from a saved state",
+                )
             if self._loaded is not client:
                 await self.create(client, client.saved)
             try:
-                with self._watched(client):
-                    return await self._trainer.order(client.model_id, **order)
+                return await self._trainer.order(client.model_id, **order)
             except FailedPrecondition as error:
-                if error.reason != LOST or client.lost:
+                if error.reason != LOST:
                     raise
+                self._loaded = None
+                if client.changed or client.gradient:
+                    client.lost, client.gradient = error.message, False
 
     async def save(self, client: Client, path: str, *, weights_only: bool) -> None:
         """Writes the client's state."""
-        self._saves += 1
-        order = pb.SaveLearner(path=path, number=self._saves, weights_only=weights_only)
+        number = next(self._saves)
+        order = pb.SaveLearner(path=path, number=number, weights_only=weights_only)
         await self.order(client, save=order)
         if not weights_only:
             client.saved, client.changed = path, False
@@ -200,23 +209,3 @@ class Clients:
         except PacelineError:
             if not before.lost:  # else its own next call reports it
                 raise
-
-    def _check_held(self, client: Client) -> None:
-        if client.lost:
-            raise FailedPrecondition(
-                f"the trainer has lost steps of the client: {client.lost}",
-                reason=LOST,
-                allowed="load_state, or a new training client from a saved state",
-            )
-
-    @contextmanager
-    def _watched(self, client: Client) -> Iterator[None]:
-        """Notes a client whose learner is gone."""
-        try:
-            yield
-        except PacelineError as error:
-            if error.reason in (LOST, RANK_LOST) or isinstance(error, Unavailable):
-                self._loaded = None
-                if client.changed or client.gradient:
-                    client.lost, client.gradient = str(error).partition("\n")[0], False
-            raise

@@ -44,6 +44,8 @@ class Front:
         model = Path(config.model).absolute()
         self.model = str(model)
         self._names = {self.model, config.model, model.name, *config.model_names}
+        for left_behind in (*config.folder.glob("*/resident"), *config.folder.glob("*/unnamed")):
+            shutil.rmtree(left_behind)
 
     # --- sessions ---------------------------------------------------------------------------------
 
@@ -180,8 +182,10 @@ class Front:
         """optim_step. The turn of its client ends."""
         order = bodies.StepBody.read(fields).order()
         self._clients.end_turn()
-        client.gradient, client.changed = False, True  # a refused step drops the gradient too
-        answer = await self._clients.order(client, optim_step=order)
+        try:
+            answer = await self._clients.order(client, optim_step=order)
+        finally:  # a step that fails drops the gradient too
+            client.gradient, client.changed = False, True
         return Result.of(metrics=dict(answer.figures))
 
     # --- saved states -----------------------------------------------------------------------------

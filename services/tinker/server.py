@@ -23,6 +23,8 @@ from paceline.whole_files import write_whole
 
 _GRACE_S = 2.0
 _ASK_S = 30.0
+_SAVES = 1 << 30
+"""Checkpoints of one process at most; their numbers rise over processes."""
 _log = get_logger(__name__)
 
 
@@ -53,7 +55,8 @@ async def serve(config: TinkerConfig, stop: asyncio.Event) -> None:
     """Serves until `stop` is set. Raises ConfigError for an invalid address or a missing model."""
     if not (Path(config.model) / "config.json").is_file():
         raise ConfigError("no model is there", seen=config.model, allowed="tinker.model=DIR")
-    context = leased(config.security, config.run.id, 0, next_epoch(config))
+    epoch = next_epoch(config)
+    context = leased(config.security, config.run.id, 0, epoch)
     addresses, security = config.addresses, config.security
     activity = Activity("tinker")
     server = Server(addresses.tinker, security)
@@ -68,7 +71,7 @@ async def serve(config: TinkerConfig, stop: asyncio.Event) -> None:
     ):
         trainer = Trainer(to_trainer, context)
         futures = Futures(config.kept_futures, config.kept_bytes)
-        clients = Clients(trainer, futures, config.gap_s)
+        clients = Clients(trainer, futures, config.gap_s, first_save=epoch * _SAVES)
         samplers = Samplers(trainer, to_gateway, context, config.parallel_samples)
         await samplers.begin()
         front = Front(config, futures, clients, samplers)

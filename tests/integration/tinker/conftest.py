@@ -47,7 +47,10 @@ class Served:
 def started(directory: Path, **settings: object) -> Served:
     """Starts the service and waits for the lines with its URL and key."""
     keys = ("gateway", "http", "policy_trainer", "tinker", "tinker_http")
-    ports = {f"addresses.{key}": f"127.0.0.1:{port}" for key, port in zip(keys, free_ports(5))}
+    ports = {
+        f"addresses.{key}": f"127.0.0.1:{port}"
+        for key, port in zip(keys, free_ports(5), strict=True)
+    }
     given: dict[str, object] = {
         **ports,
         "run.dir": directory,
