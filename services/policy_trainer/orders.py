@@ -212,6 +212,7 @@ class Orders:
             "seed": self._config.run.seed,
         }
         writer = checkpoints.CheckpointWriter(self._directory(order.path), export, prefix=_PREFIX)
+        dist.barrier()  # rank 0 has removed what an earlier write has left behind
         writer.write({"learner": state, "served": served}, order.number, trainer.writing)
         writer.wait(trainer.report.goes_on)
         return pb.LearnResponse()

@@ -33,6 +33,7 @@ class Client:
     gradient: bool = False  # since the last optimiser step
     lost: str = ""  # cause, if the trainer has lost its learner
     next_seq: int = 0
+    gap: asyncio.TimerHandle | None = None  # while calls wait for an earlier call
     waiting: dict[int, tuple[Future, Work]] = field(default_factory=dict)
     samplers: deque[str] = field(default_factory=deque)  # paths of unnamed samplers
 
@@ -94,14 +95,22 @@ class Clients:
         client.waiting[seq] = (future, work)
         if client.runnable:
             self._work.set()
-        else:
-            loop = asyncio.get_running_loop()
-            loop.call_later(self._gap_s, self._miss, client, client.next_seq)
+        elif client.gap is None:
+            self._await_next(client)
         return future
+
+    def _await_next(self, client: Client) -> None:
+        loop = asyncio.get_running_loop()
+        client.gap = loop.call_later(self._gap_s, self._miss, client, client.next_seq)
 
     def _miss(self, client: Client, seq: int) -> None:
         """Fails the waiting calls of a client if the call before them has not arrived."""
-        if client.waiting and client.next_seq == seq and not client.runnable:
+        client.gap = None
+        if not client.waiting:
+            return
+        if client.runnable or client.next_seq != seq:
+            self._await_next(client)
+        else:
             last = max(client.waiting)
             message = "an earlier call of the client did not arrive"
             self._fail(client, InvalidInput(message, allowed=f"a call with seq_id {seq}"))

@@ -48,18 +48,18 @@ def test_losses_and_steps_equal_a_plain_recomputation(client: Any) -> None:
     training = client.create_lora_training_client(str(MODEL), user_metadata=FULL).result()
     assert not training.get_info().is_lora
     model, ids = data.plain_model(), data.sequences()
-    adam = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-5)
     adam.param_groups[0]["weight_decay"] = 0.01
     for number in range(3):
         done = training.forward_backward([data.datum(one) for one in ids], "cross_entropy")
         settings = tinker.AdamParams(
-            learning_rate=1e-3, eps=1e-8, weight_decay=0.01, grad_clip_norm=1.0
+            learning_rate=1e-3, eps=1e-5, weight_decay=0.01, grad_clip_norm=1.0
         )
         moved = training.optim_step(settings)
         plain = [data.plain_logprobs(model, one) for one in ids]
         loss = -sum(one[3:].sum() for one in plain)
         result = done.result()
-        rounding = 0.0 if number == 0 else 1e-4  # Adam divides small gradients by their size
+        rounding = 0.0 if number == 0 else 1e-5  # Adam divides small gradients by their size
         for own, other in zip(data.logprobs_of(result), plain, strict=True):
             assert own == pytest.approx(other.tolist(), abs=1e-5, rel=rounding)
         assert result.metrics["loss:sum"] == pytest.approx(loss.item(), rel=1e-5)
@@ -103,7 +103,7 @@ def test_policy_losses_equal_their_formulas_in_float64(client: Any, loss: str) -
         "cispo": -(clipped * advantages * policy),
     }[loss]
     found = list(result.loss_fn_outputs[0]["elementwise_loss"].data)
-    assert found == pytest.approx(expected.tolist(), abs=1e-5)
+    assert found == pytest.approx(expected.tolist(), abs=1e-5, rel=2e-6)
     assert result.metrics["loss:sum"] == pytest.approx(float(expected.sum()), abs=1e-4)
 
 
