@@ -93,9 +93,8 @@ class Clients:
             raise InvalidInput(message, seen=seq, allowed=f"{client.next_seq} or more")
         future = self._futures.open(name, size)
         client.waiting[seq] = (future, work)
-        if client.runnable:
-            self._work.set()
-        elif client.gap is None:
+        self._work.set()
+        if seq != client.next_seq and client.gap is None:
             self._await_next(client)
         return future
 

@@ -102,9 +102,9 @@ async def test_calls_run_in_the_order_of_their_numbers(served: Served, client: A
     headers = {"x-api-key": served.key}
     async with httpx.AsyncClient(base_url=served.url, headers=headers, timeout=60) as http:
 
-        async def send(seq: object, path: str, **more: object) -> httpx.Response:
+        async def send(seq: object, call: str, **more: object) -> httpx.Response:
             body = {"model_id": model_id, "seq_id": seq, **more}
-            return await http.post(f"/api/v1/{path}", json=body)
+            return await http.post(f"/api/v1/{call}", json=body)
 
         async def result(answer: httpx.Response) -> Any:
             body = {"request_id": answer.json()["request_id"]}

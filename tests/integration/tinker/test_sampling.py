@@ -48,13 +48,13 @@ def test_policy_gradient_steps_raise_the_reward(client: Any) -> None:
     import tinker
 
     training = client.create_lora_training_client(str(MODEL), rank=8, seed=3).result()
-    wanted = data.tokenizer().encode("1", add_special_tokens=False)[0]
+    wanted = data.tokenizer().encode("%", add_special_tokens=False)[0]  # of two likely beginnings
     rewards = []
-    for number in range(4):
+    for _ in range(6):
         sampling = training.save_weights_and_get_sampling_client().result()
-        prompt, answer = sampled(sampling, count=16, max_tokens=8, seed=100 * number)
+        prompt, answer = sampled(sampling, "273:077=", count=24, max_tokens=4, seed=100)
         ids = prompt.to_ints()
-        scores = torch.tensor([sum(t == wanted for t in s.tokens) / 8 for s in answer.sequences])
+        scores = torch.tensor([float(one.tokens[0] == wanted) for one in answer.sequences])
         rewards.append(float(scores.mean()))
         batch = []
         for one, advantage in zip(answer.sequences, scores - scores.mean(), strict=True):
@@ -67,9 +67,9 @@ def test_policy_gradient_steps_raise_the_reward(client: Any) -> None:
                 )
             )
         done = training.forward_backward(batch, "importance_sampling")
-        training.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
+        training.optim_step(tinker.AdamParams(learning_rate=3e-3)).result()
         done.result()
-    assert rewards[-1] > rewards[0] + 0.1, rewards
+    assert rewards[-1] > rewards[0] + 0.2, rewards
 
 
 def test_a_snapshot_keeps_its_weights_while_training_goes_on(client: Any) -> None:
@@ -94,7 +94,7 @@ def test_sampling_parameters_reach_the_engine(client: Any) -> None:
     assert greedy[0].tokens == greedy[1].tokens
     only = sampled(sampling, top_k=1)[1].sequences[0]
     assert only.tokens == greedy[0].tokens
-    seeded = [sampled(sampling, seed=3, count=2)[1].sequences for _ in range(2)]
+    seeded = [sampled(sampling, seed=3, temperature=3.0)[1].sequences for _ in range(2)]
     assert [one.tokens for one in seeded[0]] == [one.tokens for one in seeded[1]]
     assert seeded[0][0].tokens != seeded[0][1].tokens
     assert sampled(sampling, max_tokens=3, stop=[])[1].sequences[0].stop_reason == "length"

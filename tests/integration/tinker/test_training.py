@@ -48,12 +48,12 @@ def test_losses_and_steps_equal_a_plain_recomputation(client: Any) -> None:
     training = client.create_lora_training_client(str(MODEL), user_metadata=FULL).result()
     assert not training.get_info().is_lora
     model, ids = data.plain_model(), data.sequences()
-    adam = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-5)
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), eps=1e-5)
     adam.param_groups[0]["weight_decay"] = 0.01
     for number in range(3):
         done = training.forward_backward([data.datum(one) for one in ids], "cross_entropy")
         settings = tinker.AdamParams(
-            learning_rate=1e-3, eps=1e-5, weight_decay=0.01, grad_clip_norm=1.0
+            learning_rate=1e-4, eps=1e-5, weight_decay=0.01, grad_clip_norm=1.0
         )
         moved = training.optim_step(settings)
         plain = [data.plain_logprobs(model, one) for one in ids]
