@@ -127,14 +127,14 @@ class StepBody(Body):
 
 
 class SaveBody(Body):
-    """save_weights and save_weights_for_sampler."""
+    """save_weights and save_weights_for_sampler. Nothing expires: ttl_seconds has no effect."""
 
     model_id: str
     seq_id: int
     path: str | None = Field(default=None, pattern=f"^{NAME}$")
     sampling_session_seq_id: int | None = Field(default=None, ge=0)
     kind: Literal["snapshot", "inflight"] = "snapshot"
-    ttl_seconds: None = None
+    ttl_seconds: int | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
 

@@ -35,8 +35,13 @@ async def serve_tinker(files: Sequence[Path], overrides: Sequence[str], console:
     with processes.owned(directory, processes.SUPERVISOR):
         tokens.use_run_tokens(config)
         launches = run_launches(config, settings, words, services=_SERVICES)
-        limits = {"heartbeat_s": config.run.heartbeat_s, "hung_s": config.run.hung_s}
-        supervisor = Supervisor(launches, directory, health_s=patient(_START_S), **limits)
+        supervisor = Supervisor(
+            launches,
+            directory,
+            health_s=patient(_START_S),
+            heartbeat_s=config.run.heartbeat_s,
+            hung_s=config.run.hung_s,
+        )
         async with supervisor:
             with play.stop_requests() as stop:
                 if await unless(stop, _run(supervisor, config, console)):

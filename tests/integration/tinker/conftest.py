@@ -44,7 +44,7 @@ class Served:
     process: subprocess.Popen[str]
 
 
-def started(directory: Path, **settings: object) -> Served:
+def started(directory: Path, model: Path = MODEL, **settings: object) -> Served:
     """Starts the service and waits for the lines with its URL and key."""
     keys = ("gateway", "http", "policy_trainer", "tinker", "tinker_http")
     ports = {
@@ -61,7 +61,7 @@ def started(directory: Path, **settings: object) -> Served:
         **settings,
     }
     words = [f"{key}={value}" for key, value in given.items()]
-    command = [sys.executable, "-m", "paceline.cli", "serve", "tinker", "--model", str(MODEL)]
+    command = [sys.executable, "-m", "paceline.cli", "serve", "tinker", "--model", str(model)]
     process = subprocess.Popen([*command, *words], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     lines = []
