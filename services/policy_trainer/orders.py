@@ -25,7 +25,6 @@ from paceline.services.policy_trainer.learn.weights import reshard
 from paceline.services.policy_trainer.trainer import PolicyTrainer
 from paceline.training import checkpoints, shards
 from paceline.v1 import policy_pb2 as pb
-from paceline.v1.trajectory_pb2 import CommandContext
 
 LEARNER_LOST = "LEARNER_LOST"
 _PREFIX = "state-"
@@ -61,34 +60,23 @@ class Orders:
         Unavailable if a state cannot be written, and as Publisher.push.
         """
         kind = request.WhichOneof("order")
+        if kind is None:
+            raise InvalidInput("the request has no order")
         self._trainer.report.begins(f"runs {kind} of {request.learner or 'no learner'}")
-        match kind:
-            case "create":
-                return self._create(request.learner, request.create)
-            case "publish":
-                return self._publish(request.publish, request.context)
-        if request.learner != self._name:
-            raise FailedPrecondition(
-                "the ranks hold another learner",
-                reason=LEARNER_LOST,
-                seen=self._name or "none",
-                allowed=request.learner,
-            )
-        match kind:
-            case "forward_backward":
-                return self._forward_backward(request.forward_backward)
-            case "optim_step":
-                return self._optim_step(request.optim_step)
-            case "save":
-                return self._save(request.save)
-        raise InvalidInput("the request has no order")
+        if kind not in ("create", "publish") and request.learner != self._name:
+            held, name = self._name or "none", request.learner
+            message = "the ranks hold another learner"
+            raise FailedPrecondition(message, reason=LEARNER_LOST, seen=held, allowed=name)
+        answer: pb.LearnResponse = getattr(self, f"_{kind}")(request)
+        return answer
 
     # --- learners ---------------------------------------------------------------------------------
 
-    def _create(self, name: str, order: pb.CreateLearner) -> pb.LearnResponse:
+    def _create(self, request: pb.LearnRequest) -> pb.LearnResponse:
         """Holds a learner. It is built anew unless the present one has the same adapters and a
         saved state replaces its numbers.
         """
+        order = request.create
         saved = self._found(order.path) if order.path else None
         rank, targets, seed = order.rank, list(order.targets), order.seed
         if saved is not None:
@@ -105,9 +93,10 @@ class Orders:
         if saved is None or adapters != self._config.adapters:
             self._build(config)
         self._config = config
+        self._trainer.learner.memory.enter()
         if saved is not None:
             self._read(saved, optimizer=order.optimizer)
-        self._name = name
+        self._name = request.learner
         return pb.LearnResponse(rank=rank, targets=targets)
 
     def _build(self, config: Any) -> None:
@@ -117,7 +106,6 @@ class Orders:
         gc.collect()  # two learners may not fit
         report = trainer.report.goes_on
         trainer.adopt(build_learner(config, mesh, lambda read, of: report("loads the model")))
-        trainer.learner.memory.enter()
 
     def _read(self, saved: Path, *, optimizer: bool) -> None:
         learner = self._trainer.learner
@@ -149,8 +137,9 @@ class Orders:
 
     # --- training ---------------------------------------------------------------------------------
 
-    def _forward_backward(self, order: pb.ForwardBackward) -> pb.LearnResponse:
+    def _forward_backward(self, request: pb.LearnRequest) -> pb.LearnResponse:
         """Log-probs and losses of all targets, at temperature 1."""
+        order = request.forward_backward
         loss, learner = token_loss(order.loss), self._trainer.learner
         options = loss.chosen(order.options)
         vocabulary = learner.model.config.vocab_size
@@ -181,7 +170,8 @@ class Orders:
         figures = {"loss": float(losses.double().sum())}
         return pb.LearnResponse(logprobs=wire[0], losses=wire[1], figures=figures)
 
-    def _optim_step(self, order: pb.OptimStep) -> pb.LearnResponse:
+    def _optim_step(self, request: pb.LearnRequest) -> pb.LearnResponse:
+        order = request.optim_step
         learner = self._trainer.learner
         settings = OptimizerConfig.model_construct(
             lr=order.learning_rate,
@@ -200,7 +190,8 @@ class Orders:
 
     # --- weights ----------------------------------------------------------------------------------
 
-    def _save(self, order: pb.SaveLearner) -> pb.LearnResponse:
+    def _save(self, request: pb.LearnRequest) -> pb.LearnResponse:
+        order = request.save
         trainer, adapters = self._trainer, self._config.adapters
         state = trainer.learner.state()
         if order.weights_only:
@@ -217,8 +208,9 @@ class Orders:
         writer.wait(trainer.report.goes_on)
         return pb.LearnResponse()
 
-    def _publish(self, order: pb.PublishSaved, context: CommandContext) -> pb.LearnResponse:
+    def _publish(self, request: pb.LearnRequest) -> pb.LearnResponse:
         """Pushes saved weights, which may be of another learner."""
+        order = request.publish
         trainer = self._trainer
         weights, mesh = trainer.learner.weights, trainer.learner.mesh
         saved = self._found(order.path) if order.path else Path(trainer.config.model)
@@ -232,5 +224,5 @@ class Orders:
         publication = publish.publication_of(
             order.policy_version, rows(), shapes, trainer.config, trainer.publisher.forget
         )
-        report = trainer.publisher.push(publication, context)
+        report = trainer.publisher.push(publication, request.context)
         return pb.LearnResponse(figures={"bytes": report.bytes, "push_s": report.push_s})

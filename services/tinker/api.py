@@ -1,5 +1,6 @@
 """The HTTP API that the public SDK calls: routes, keys, bounded bodies and errors."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -14,13 +15,15 @@ from paceline.addresses import is_loopback
 from paceline.rpc import names_loopback, scope_of
 from paceline.rpc.security import Scope
 from paceline.services.tinker import bodies
-from paceline.services.tinker.clients import Client
-from paceline.services.tinker.front import Front
+from paceline.services.tinker.clients import TrainingClient
+from paceline.services.tinker.front import TinkerFront
 from paceline.services.tinker.futures import Future, Result
 from paceline.telemetry import get_logger
 
 KEY_PREFIX = "tml-"
 """The SDK requires it in front of a key."""
+BODIES, BODY_S = 32, 30.0
+"""Bodies that are read at a time, and the maximum time of one, seconds."""
 _STATUSES: tuple[tuple[str | type[errors.PacelineError], int], ...] = (
     ("UNAUTHENTICATED", 401),
     ("BODY_TOO_LARGE", 413),
@@ -32,41 +35,43 @@ _STATUSES: tuple[tuple[str | type[errors.PacelineError], int], ...] = (
     (errors.PacelineError, 500),
 )
 _log = get_logger(__name__)
-Work = Callable[[Client, Any], Awaitable[Result]]
+Work = Callable[[TrainingClient, Any], Awaitable[Result]]
 
 
 class Api:
     """The handlers of all routes."""
 
-    def __init__(self, front: Front, longest: int) -> None:
-        """`longest`: tokens of the context."""
-        self._front, self._longest = front, longest
+    def __init__(self, front: TinkerFront) -> None:
+        self._front = front
+        self._reading = asyncio.Semaphore(BODIES)
 
     def app(self) -> Starlette:
         """The ASGI application."""
-        front = self._front
+        front, fixed = self._front, self._fixed
+        chunk = min(front.config.max_body_bytes // 2, 5_000_000)
+        served = {"model_name": front.model, "trainable": True, "sampleable": True}
         posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
-            "client/config": self._client_config,
-            "client/dynamic_config": self._dynamic_config,
+            # The SDK sends its key as it is, over httpx, and bodies that are read here.
+            "client/config": fixed(use_pyqwest_transport=False, fwdbwd_max_chunk_bytes_count=chunk),
+            "client/dynamic_config": fixed(),
+            "telemetry": fixed(status="accepted"),
             "create_session": self._create_session,
             "session_heartbeat": self._heartbeat,
             "sessions/{id}/finish": self._finish,
-            "telemetry": self._telemetry,
-            "create_model": self._create,
+            "create_model": self._queued(front.create),
             "get_info": self._info,
             "forward_backward": self._learn,
             "optim_step": self._queued(front.step),
             "save_weights": self._queued(front.save),
             "save_weights_for_sampler": self._queued(front.save_sampler),
-            "load_weights": self._load,
+            "load_weights": self._queued(front.load),
             "create_sampling_session": self._create_sampler,
             "asample": self._sample,
             "retrieve_future": self._retrieve,
-            "cancel_future": self._cancel,
         }
         gets = {
-            "healthz": self._health,
-            "get_server_capabilities": self._capabilities,
+            "healthz": fixed(status="ready"),
+            "get_server_capabilities": fixed(supported_models=[served]),
             "samplers/{id}": self._sampler,
         }
         routes = [Route(f"/api/v1/{path}", one, methods=["POST"]) for path, one in posts.items()]
@@ -92,56 +97,42 @@ class Api:
             key = request.headers.get("x-api-key", key if scheme.lower() == "bearer" else "")
             token = key.removeprefix(KEY_PREFIX)
             if scope_of(config.security, token) is not Scope.OPERATOR:
-                raise errors.InvalidInput(
-                    "the key does not open this server",
-                    reason="UNAUTHENTICATED",
-                    allowed=f"TINKER_API_KEY={KEY_PREFIX}<the run's operator token>",
-                )
+                message = "the key does not open this server"
+                allowed = f"TINKER_API_KEY={KEY_PREFIX}<the run's operator token>"
+                raise errors.InvalidInput(message, reason="UNAUTHENTICATED", allowed=allowed)
             await app(scope, receive, send)
 
         return guarded
 
     async def _body(self, request: Request) -> bytes:
-        """The body. Raises InvalidInput above the maximum, before it is read whole."""
+        """The body. Raises InvalidInput above the maximum, before it is read whole, and for a body
+        that is not there in time.
+        """
         data, most = bytearray(), self._front.config.max_body_bytes
-        async for part in request.stream():
-            data += part
-            if len(data) > most:
-                message = "the body is too large"
-                raise errors.InvalidInput(message, reason="BODY_TOO_LARGE", allowed=f"{most} bytes")
+        try:
+            async with self._reading, asyncio.timeout(BODY_S):
+                async for part in request.stream():
+                    data += part
+                    if len(data) > most:
+                        message, allowed = "the body is too large", f"{most} bytes"
+                        raise errors.InvalidInput(message, reason="BODY_TOO_LARGE", allowed=allowed)
+        except TimeoutError as error:
+            raise errors.InvalidInput("the body is late", allowed=f"{BODY_S:g} s") from error
         return bytes(data)
 
     # --- the service ------------------------------------------------------------------------------
 
-    async def _health(self, request: Request) -> Response:
-        return JSONResponse({"status": "ready"})
+    def _fixed(self, **fields: Any) -> Callable[[Request], Awaitable[Response]]:
+        """The handler of a call whose body is dropped and whose answer is always the same."""
 
-    async def _client_config(self, request: Request) -> Response:
-        """Switches of the SDK: its keys are sent as they are, and its calls over httpx."""
-        most = self._front.config.max_body_bytes // 2
-        return JSONResponse(
-            {"use_pyqwest_transport": False, "fwdbwd_max_chunk_bytes_count": min(most, 5_000_000)}
-        )
+        async def handle(request: Request) -> Response:
+            await self._body(request)
+            return JSONResponse(fields)
 
-    async def _dynamic_config(self, request: Request) -> Response:
-        return JSONResponse({"sample_cancel_enabled": True})
-
-    async def _telemetry(self, request: Request) -> Response:
-        """Accepts the SDK's events and drops them."""
-        await self._body(request)
-        return JSONResponse({"status": "accepted"})
-
-    async def _capabilities(self, request: Request) -> Response:
-        served = {
-            "model_name": self._front.model,
-            "max_context_length": self._longest,
-            "trainable": True,
-            "sampleable": True,
-        }
-        return JSONResponse({"supported_models": [served]})
+        return handle
 
     async def _create_session(self, request: Request) -> Response:
-        bodies.SessionBody.read(bodies.parsed(await self._body(request)))
+        await self._body(request)  # names and tags, which are not kept
         note = "adapters of the head are not served: train_unembed has no effect"
         session = self._front.open_session()
         return JSONResponse({"session_id": session, "info_message": note, "type": "create_session"})
@@ -157,9 +148,6 @@ class Api:
         return Response(status_code=204)
 
     # --- training ---------------------------------------------------------------------------------
-
-    async def _create(self, request: Request) -> Response:
-        return _promise(self._front.create(bodies.parsed(await self._body(request))))
 
     async def _info(self, request: Request) -> Response:
         fields = bodies.parsed(await self._body(request))
@@ -179,21 +167,11 @@ class Api:
         """The handler of a call in JSON that waits for its turn."""
 
         async def handle(request: Request) -> Response:
-            data = await self._body(request)
+            data, submit = await self._body(request), self._front.submit
             fields = bodies.parsed(data)
-            return _promise(
-                self._front.submit(fields, len(data), lambda client: work(client, fields))
-            )
+            return _promise(submit(fields, len(data), lambda client: work(client, fields)))
 
         return handle
-
-    async def _load(self, request: Request) -> Response:
-        """load_weights into a training client, or as a new one."""
-        data, front = await self._body(request), self._front
-        fields = bodies.parsed(data)
-        if fields.get("model_id") is None:
-            return _promise(front.create(fields))
-        return _promise(front.submit(fields, len(data), lambda one: front.load(one, fields)))
 
     # --- sampling ---------------------------------------------------------------------------------
 
@@ -202,14 +180,9 @@ class Api:
         return JSONResponse({"sampling_session_id": name, "type": "create_sampling_session"})
 
     async def _sampler(self, request: Request) -> Response:
-        found = self._front.sampler(request.path_params["id"])
-        return JSONResponse(
-            {
-                "sampler_id": found.name,
-                "base_model": self._front.model,
-                "model_path": found.model_path,
-            }
-        )
+        found, model = self._front.sampler(request.path_params["id"]), self._front.model
+        named = {"sampler_id": found.name, "base_model": model, "model_path": found.model_path}
+        return JSONResponse(named)
 
     async def _sample(self, request: Request) -> Response:
         data = await self._body(request)
@@ -226,11 +199,6 @@ class Api:
             body = {"type": "try_again", "request_id": name, "queue_state": "active"}
             return JSONResponse(body, status_code=408)
         return Response(result.body, media_type=result.media)
-
-    async def _cancel(self, request: Request) -> Response:
-        name = str(bodies.parsed(await self._body(request)).get("request_id"))
-        self._front.futures.cancel(name)
-        return Response(status_code=204)
 
 
 def _promise(future: Future, **more: Any) -> Response:

@@ -5,8 +5,8 @@ Unknown fields are refused by name: an ignored one could change a result in sile
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -56,16 +56,6 @@ def parsed(data: bytes) -> dict[str, Any]:
 def is_name(path: str) -> bool:
     """Whether a path consists of names of saved states, so that it stays below its folder."""
     return _PATH.fullmatch(path) is not None
-
-
-class SessionBody(Body):
-    """create_session."""
-
-    tags: list[str] = []
-    user_metadata: dict[str, Any] | None = None
-    sdk_version: str = ""
-    project_id: str | None = None
-    display_name: str | None = None
 
 
 class LoraBody(Body):
@@ -133,7 +123,7 @@ class SaveBody(Body):
     seq_id: int
     path: str | None = Field(default=None, pattern=f"^{NAME}$")
     sampling_session_seq_id: int | None = Field(default=None, ge=0)
-    kind: Literal["snapshot", "inflight"] = "snapshot"
+    kind: Literal["snapshot"] = "snapshot"
     ttl_seconds: int | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
@@ -167,7 +157,7 @@ class ChunkBody(Body):
     """A part of a prompt."""
 
     type: Literal["encoded_text"] = "encoded_text"
-    tokens: list[int]
+    tokens: list[Annotated[int, Field(ge=0, lt=1 << 31)]]
 
 
 class PromptBody(Body):
@@ -272,32 +262,19 @@ def learned(body: tinker_pb2.TinkerForwardBackward, answer: policy_pb2.LearnResp
     """The result of forward_backward: log-prob and loss of each target, as the targets are
     shaped, and the sum of the losses.
     """
-    shapes = [list(one.loss_fn_inputs["target_tokens"].shape) for one in body.data]
-    counts = [len(_values(one.loss_fn_inputs["target_tokens"], "")) for one in body.data]
-    fields = {"logprobs": answer.logprobs, "elementwise_loss": answer.losses}
+    metrics = {"loss:sum": answer.figures["loss"]}
     output = tinker_pb2.TinkerForwardBackwardOutput(
-        loss_fn_output_type="ArrayRecord", metrics={"loss:sum": answer.figures["loss"]}
+        loss_fn_output_type="ArrayRecord", metrics=metrics
     )
+    parts = {"logprobs": answer.logprobs, "elementwise_loss": answer.losses}
     done = 0
-    for trailing, number in _alike([tuple(shape[1:]) for shape in shapes]):
-        own = counts[done : done + number]
-        first, record = sum(counts[:done]), output.loss_fn_outputs.add(num_datums=number)
-        offsets = np.cumsum([0, *own], dtype="<i8") * 4
-        for name, data in fields.items():
+    for datum in body.data:
+        targets, record = datum.loss_fn_inputs["target_tokens"], output.loss_fn_outputs.add()
+        record.num_datums, size = 1, 4 * len(_values(targets, ""))
+        for name, data in parts.items():
             held = record.fields[name]
-            held.data = data[4 * first : 4 * (first + sum(own))]
-            held.offsets, held.dtype = offsets.tobytes(), 1
-            held.trailing_shape.extend(trailing)
-        done += number
+            held.data, held.dtype = data[done : done + size], 1
+            held.offsets = np.array([0, size], "<i8").tobytes()
+            held.trailing_shape.extend(targets.shape[1:])
+        done += size
     return Result(output.SerializeToString(), BINARY)
-
-
-def _alike(shapes: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], int]]:
-    """Runs of equal shapes, with their lengths."""
-    runs = list[tuple[tuple[int, ...], int]]()
-    for shape in shapes:
-        if runs and runs[-1][0] == shape:
-            runs[-1] = (shape, runs[-1][1] + 1)
-        else:
-            runs.append((shape, 1))
-    return runs

@@ -20,7 +20,7 @@ Work = Callable[[], Awaitable[Result]]
 
 
 @dataclass(slots=True)
-class Client:
+class TrainingClient:
     """A training client and its learner."""
 
     model_id: str
@@ -33,7 +33,6 @@ class Client:
     gradient: bool = False  # since the last optimiser step
     lost: str = ""  # cause, if the trainer has lost its learner
     next_seq: int = 0
-    gap: asyncio.TimerHandle | None = None  # while calls wait for an earlier call
     waiting: dict[int, tuple[Future, Work]] = field(default_factory=dict)
     samplers: deque[str] = field(default_factory=deque)  # paths of unnamed samplers
 
@@ -56,30 +55,30 @@ class Clients:
     ) -> None:
         """`first_save`: number of the first checkpoint, above the numbers of earlier processes."""
         self._trainer, self._futures, self._gap_s = trainer, futures, gap_s
-        self._clients: dict[str, Client] = {}
+        self._clients: dict[str, TrainingClient] = {}
         self._turns: deque[str] = deque()
-        self._loaded: Client | None = None  # of which the trainer holds the learner
+        self._loaded: TrainingClient | None = None  # of which the trainer holds the learner
         self._over = False  # the turn of this client is over
         self._work = asyncio.Event()
         self._saves = count(first_save)
 
-    def find(self, model_id: str) -> Client | None:
+    def find(self, model_id: str) -> TrainingClient | None:
         """The client of that name."""
         return self._clients.get(model_id)
 
-    def add(self, client: Client) -> None:
+    def add(self, client: TrainingClient) -> None:
         """Takes a new client."""
         self._clients[client.model_id] = client
         self._turns.append(client.model_id)
 
-    def drop(self, client: Client) -> None:
+    def drop(self, client: TrainingClient) -> None:
         """Ends a client; its waiting calls fail."""
         self._clients.pop(client.model_id, None)
         self._fail(client, FailedPrecondition("the session has ended", seen=client.model_id))
         client.gradient = False
         self._work.set()
 
-    def submit(self, client: Client, seq: int, size: int, work: Work) -> Future:
+    def submit(self, client: TrainingClient, seq: int, size: int, work: Work) -> Future:
         """Queues a call; a repeated call gets the future of the first one.
 
         Raises InvalidInput for the number of an earlier call, ResourceExhausted without room.
@@ -94,28 +93,23 @@ class Clients:
         future = self._futures.open(name, size)
         client.waiting[seq] = (future, work)
         self._work.set()
-        if seq != client.next_seq and client.gap is None:
-            self._await_next(client)
+        if seq != client.next_seq:
+            self._await_earlier(client, seq)
         return future
 
-    def _await_next(self, client: Client) -> None:
-        loop = asyncio.get_running_loop()
-        client.gap = loop.call_later(self._gap_s, self._miss, client, client.next_seq)
+    def _await_earlier(self, client: TrainingClient, seq: int) -> None:
+        asyncio.get_running_loop().call_later(self._gap_s, self._miss, client, seq)
 
-    def _miss(self, client: Client, seq: int) -> None:
+    def _miss(self, client: TrainingClient, seq: int) -> None:
         """Fails the waiting calls of a client if the call before them has not arrived."""
-        client.gap = None
-        if not client.waiting:
-            return
-        if client.runnable or client.next_seq != seq:
-            self._await_next(client)
-        else:
-            last = max(client.waiting)
+        if seq in client.waiting and client.runnable:
+            self._await_earlier(client, seq)
+        elif seq in client.waiting:
+            missing, client.next_seq = client.next_seq, max(client.waiting) + 1
             message = "an earlier call of the client did not arrive"
-            self._fail(client, InvalidInput(message, allowed=f"a call with seq_id {seq}"))
-            client.next_seq = last + 1
+            self._fail(client, InvalidInput(message, allowed=f"a call with seq_id {missing}"))
 
-    def _fail(self, client: Client, error: PacelineError) -> None:
+    def _fail(self, client: TrainingClient, error: PacelineError) -> None:
         for future, _ in client.waiting.values():
             self._futures.settle(future, Result.failed(error))
         client.waiting.clear()
@@ -132,7 +126,7 @@ class Clients:
             client.next_seq += 1
             await self._futures.run(future, work())
 
-    def _next(self) -> Client | None:
+    def _next(self) -> TrainingClient | None:
         """The client whose call is next: the holder of a gradient, the present client until its
         optimiser step, then each client in turn.
         """
@@ -153,7 +147,9 @@ class Clients:
 
     # --- the learner ------------------------------------------------------------------------------
 
-    async def create(self, client: Client, path: str = "", *, optimizer: bool = True) -> None:
+    async def create(
+        self, client: TrainingClient, path: str = "", *, optimizer: bool = True
+    ) -> None:
         """Makes the trainer hold a learner for the client, from its settings or a saved state."""
         await self._put_away(client)
         self._loaded = None
@@ -170,7 +166,7 @@ class Clients:
         client.gradient, client.lost = False, ""
         self._loaded = client
 
-    async def order(self, client: Client, **order: object) -> pb.LearnResponse:
+    async def order(self, client: TrainingClient, **order: object) -> pb.LearnResponse:
         """The answer of the client's learner to an order.
 
         Raises the trainer's errors, and FailedPrecondition (LEARNER_LOST) if the trainer has lost
@@ -178,11 +174,9 @@ class Clients:
         """
         while True:
             if client.lost:
-                raise FailedPrecondition(
-                    f"the trainer has lost steps of the client: {client.lost}",
-                    reason=LOST,
-                    allowed="load_state, or a new training client from a saved state",
-                )
+                message = f"the trainer has lost steps of the client: {client.lost}"
+                allowed = "load_state, or a new training client from a saved state"
+                raise FailedPrecondition(message, reason=LOST, allowed=allowed)
             if self._loaded is not client:
                 await self.create(client, client.saved)
             try:
@@ -194,7 +188,7 @@ class Clients:
                 if client.changed or client.gradient:
                     client.lost, client.gradient = error.message, False
 
-    async def save(self, client: Client, path: str, *, weights_only: bool) -> None:
+    async def save(self, client: TrainingClient, path: str, *, weights_only: bool) -> None:
         """Writes the client's state."""
         number = next(self._saves)
         order = pb.SaveLearner(path=path, number=number, weights_only=weights_only)
@@ -206,7 +200,7 @@ class Clients:
         """Lets other clients have the learner."""
         self._over = True
 
-    async def _put_away(self, client: Client) -> None:
+    async def _put_away(self, client: TrainingClient) -> None:
         """Writes the state of another client that the trainer holds."""
         before = self._loaded
         alive = before is not None and before.model_id in self._clients

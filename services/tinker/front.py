@@ -5,12 +5,13 @@ import shutil
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import FailedPrecondition, InvalidInput, NotFound, ResourceExhausted
+from paceline import errors
 from paceline.services.tinker import bodies
-from paceline.services.tinker.clients import Client, Clients
+from paceline.services.tinker.clients import Clients, TrainingClient
 from paceline.services.tinker.config import TinkerConfig
 from paceline.services.tinker.futures import Future, Futures, Result
 from paceline.services.tinker.samplers import Sampler, Samplers
@@ -26,12 +27,12 @@ class Session:
     """A session of the SDK, with its training clients and samplers."""
 
     name: str
-    clients: list[Client] = field(default_factory=list)
+    clients: list[TrainingClient] = field(default_factory=list)
     samplers: list[str] = field(default_factory=list)
     ends: asyncio.TimerHandle | None = None
 
 
-class Front:
+class TinkerFront:
     """Sessions, training clients and samplers. Use on one event loop."""
 
     def __init__(
@@ -53,7 +54,7 @@ class Front:
         """A new session. Raises ResourceExhausted at the maximum."""
         if len(self._sessions) >= self.config.sessions:
             allowed = self.config.sessions
-            raise ResourceExhausted("too many live sessions", seen=allowed, allowed=allowed)
+            raise errors.ResourceExhausted("too many live sessions", seen=allowed, allowed=allowed)
         session = Session(str(uuid.uuid4()))
         self._sessions[session.name] = session
         self.touch(session.name)
@@ -63,7 +64,7 @@ class Front:
         """The session, which lives on. Raises NotFound if it is unknown or has ended."""
         session = self._sessions.get(name)
         if session is None:
-            raise NotFound("no such session; it may have ended", seen=name)
+            raise errors.NotFound("no such session; it may have ended", seen=name)
         if session.ends is not None:
             session.ends.cancel()
         loop = asyncio.get_running_loop()
@@ -86,53 +87,64 @@ class Front:
             self._remove(f"{client.folder}/resident")
 
     def _remove(self, path: str) -> None:
-        shutil.rmtree(self.config.folder / path, ignore_errors=True)
+        """Deletes a directory in a thread, since large files take a second."""
+        delete = partial(shutil.rmtree, self.config.folder / path, ignore_errors=True)
+        asyncio.get_running_loop().run_in_executor(None, delete)
 
     def check_model(self, name: str | None) -> None:
         """Raises NotFound for another model than the served one."""
         if name is not None and name not in self._names:
             allowed = ", ".join(sorted(self._names))
-            raise NotFound("base_model is not served", seen=name, allowed=allowed)
+            raise errors.NotFound("base_model is not served", seen=name, allowed=allowed)
 
     # --- training clients -------------------------------------------------------------------------
 
-    def client(self, model_id: object) -> Client:
+    def client(self, model_id: object) -> TrainingClient:
         """The training client. Raises NotFound."""
         found = self._clients.find(model_id) if isinstance(model_id, str) else None
         if found is None:
-            raise NotFound("no such training client; its session may have ended", seen=model_id)
+            raise errors.NotFound("the training client is unknown or has ended", seen=model_id)
         return found
 
     def submit(
         self,
         fields: Mapping[str, Any],
         size: int,
-        work: Callable[[Client], Awaitable[Result]],
+        work: Callable[[TrainingClient], Awaitable[Result]],
     ) -> Future:
         """Queues a call by its model_id and seq_id. Its other fields are checked in its turn, so
         that a wrong call takes its place among the calls of its client.
         """
+        if fields.get("model_id") is None and "model_seq_id" in fields:
+            return self._add(fields, work)
         client, seq = self.client(fields.get("model_id")), fields.get("seq_id")
         if not isinstance(seq, int) or seq < 1:
-            raise InvalidInput("seq_id is no number of a call", seen=seq, allowed="1 or more")
+            raise errors.InvalidInput("seq_id is wrong", seen=seq, allowed="1 or more")
         self.touch(client.session_id)
         return self._clients.submit(client, seq, size, lambda: work(client))
 
-    def create(self, fields: Mapping[str, Any]) -> Future:
-        """Queues the creation of a training client, from its settings or from a saved state."""
+    def _add(
+        self, fields: Mapping[str, Any], work: Callable[[TrainingClient], Awaitable[Result]]
+    ) -> Future:
+        """Queues the first call of a new training client, which ends if that call fails."""
         session = self.touch(str(fields.get("session_id")))
-        number = fields.get("model_seq_id")
-        model_id = f"{session.name}:train:{number}"
-        client = self._clients.find(model_id)
-        if client is None:
-            client = Client(model_id, session.name)
+        model_id = f"{session.name}:train:{fields['model_seq_id']}"
+        client = self._clients.find(model_id) or TrainingClient(model_id, session.name)
+        if client not in session.clients:
             self._clients.add(client)
             session.clients.append(client)
-        made, load = client, "path" in fields
-        work = self._loaded_anew if load else self._created
-        return self._clients.submit(made, 0, 0, lambda: work(made, fields))
 
-    async def _created(self, client: Client, fields: Mapping[str, Any]) -> Result:
+        async def first() -> Result:
+            try:
+                return await work(client)
+            except errors.PacelineError:
+                self._clients.drop(client)
+                raise
+
+        return self._clients.submit(client, 0, 0, first)
+
+    async def create(self, client: TrainingClient, fields: Mapping[str, Any]) -> Result:
+        """create_model, with adapters or with all weights trained."""
         body = bodies.ModelBody.read(fields)
         self.check_model(body.base_model)
         full = (body.user_metadata or {}).get(FULL) == "true"
@@ -143,17 +155,10 @@ class Front:
         await self._clients.create(client)
         return Result.of(model_id=client.model_id, type="create_model")
 
-    async def _loaded_anew(self, client: Client, fields: Mapping[str, Any]) -> Result:
-        body = bodies.LoadBody.read(fields)
-        self.check_model(body.base_model)
-        return await self._load(client, body)
-
-    async def load(self, client: Client, fields: Mapping[str, Any]) -> Result:
+    async def load(self, client: TrainingClient, fields: Mapping[str, Any]) -> Result:
         """Replaces a client's weights by a saved state, with or without the optimiser's."""
         body = bodies.LoadBody.read(fields)
-        return await self._load(client, body)
-
-    async def _load(self, client: Client, body: bodies.LoadBody) -> Result:
+        self.check_model(body.base_model)
         path = self._path_of(body.path, WEIGHTS)
         await self._clients.create(client, path, optimizer=body.optimizer)
         return Result.of(path=body.path, model_id=client.model_id, type="load_weights")
@@ -170,7 +175,7 @@ class Front:
             "lora_rank": client.rank or None,
         }
 
-    async def learn(self, client: Client, data: bytes) -> Result:
+    async def learn(self, client: TrainingClient, data: bytes) -> Result:
         """forward and forward_backward."""
         body = bodies.read_binary(data)
         order = bodies.learn_order(body)
@@ -178,7 +183,7 @@ class Front:
         client.gradient |= not body.forward_only
         return bodies.learned(body, answer)
 
-    async def step(self, client: Client, fields: Mapping[str, Any]) -> Result:
+    async def step(self, client: TrainingClient, fields: Mapping[str, Any]) -> Result:
         """optim_step. The turn of its client ends."""
         order = bodies.StepBody.read(fields).order()
         self._clients.end_turn()
@@ -190,42 +195,32 @@ class Front:
 
     # --- saved states -----------------------------------------------------------------------------
 
-    async def save(self, client: Client, fields: Mapping[str, Any]) -> Result:
+    async def save(self, client: TrainingClient, fields: Mapping[str, Any]) -> Result:
         """save_weights."""
-        body = bodies.SaveBody.read(fields)
-        path = self._free(client, WEIGHTS, body)
-        await self._clients.save(client, path, weights_only=False)
-        return Result.of(path=_SCHEME + self._uri(client, path), type="save_weights")
+        return await self._save(client, bodies.SaveBody.read(fields), WEIGHTS)
 
-    async def save_sampler(self, client: Client, fields: Mapping[str, Any]) -> Result:
+    async def save_sampler(self, client: TrainingClient, fields: Mapping[str, Any]) -> Result:
         """save_weights_for_sampler, with a name, or as a sampler at once."""
         body = bodies.SaveBody.read(fields)
         if body.path is not None:
-            path = self._free(client, SAMPLERS, body)
-            await self._clients.save(client, path, weights_only=True)
-            uri = _SCHEME + self._uri(client, path)
-            return Result.of(path=uri, type="save_weights_for_sampler")
+            return await self._save(client, body, SAMPLERS)
         path = f"{client.folder}/unnamed/{body.seq_id}"
         await self._clients.save(client, path, weights_only=True)
         client.samplers.append(path)
         while len(client.samplers) > self.config.kept_samplers:
             self._remove(client.samplers.popleft())
-        latest = client.samplers
-        where = (lambda: latest[-1]) if body.kind == "inflight" else (lambda: path)
-        name = self._add_sampler(client.session_id, body.sampling_session_seq_id, where, None)
-        return Result.of(sampling_session_id=name, type="save_weights_for_sampler")
+        name = self._add_sampler(client.session_id, body.sampling_session_seq_id, path, None)
+        return Result.of(sampling_session_id=name)
 
-    def _free(self, client: Client, kind: str, body: bodies.SaveBody) -> str:
+    async def _save(self, client: TrainingClient, body: bodies.SaveBody, kind: str) -> Result:
         if body.path is None:
-            raise InvalidInput("path is missing", allowed=bodies.NAME)
+            raise errors.InvalidInput("path is missing", allowed=bodies.NAME)
         path = f"{client.folder}/{kind}/{body.path}"
         if (self.config.folder / path).exists() and not body.overwrite and kind == WEIGHTS:
             message = "a state of that name is saved"
-            raise FailedPrecondition(message, seen=body.path, allowed="overwrite=True")
-        return path
-
-    def _uri(self, client: Client, path: str) -> str:
-        return path.replace(client.folder, client.model_id, 1)
+            raise errors.FailedPrecondition(message, seen=body.path, allowed="overwrite=True")
+        await self._clients.save(client, path, weights_only=kind == SAMPLERS)
+        return Result.of(path=f"{_SCHEME}{client.model_id}/{kind}/{body.path}")
 
     def _path_of(self, uri: str, *kinds: str) -> str:
         """Directory of a saved state below the folder. Raises NotFound."""
@@ -234,7 +229,7 @@ class Front:
         whole = uri == f"{_SCHEME}{owner}/{kind}/{name}" and kind in kinds
         if not (whole and bodies.is_name(path) and (self.config.folder / path).is_dir()):
             allowed = f"{_SCHEME}MODEL_ID/{'|'.join(kinds)}/NAME of a saved state"
-            raise NotFound("nothing is saved there", seen=uri[:200], allowed=allowed)
+            raise errors.NotFound("nothing is saved there", seen=uri[:200], allowed=allowed)
         return path
 
     # --- samplers ---------------------------------------------------------------------------------
@@ -246,15 +241,13 @@ class Front:
         self.check_model(body.base_model)
         path = self._path_of(body.model_path, SAMPLERS) if body.model_path else ""
         number = body.sampling_session_seq_id
-        return self._add_sampler(session.name, number, lambda: path, body.model_path)
+        return self._add_sampler(session.name, number, path, body.model_path)
 
-    def _add_sampler(
-        self, session_id: str, number: int | None, path: Callable[[], str], uri: str | None
-    ) -> str:
+    def _add_sampler(self, session_id: str, number: int | None, path: str, uri: str | None) -> str:
         name = f"{session_id}:sample:{number}"
         session = self._sessions.get(session_id)
         if session is None:
-            raise NotFound("the session has ended", seen=session_id)
+            raise errors.NotFound("the session has ended", seen=session_id)
         if name not in self._named:
             session.samplers.append(name)
         self._named[name] = Sampler(name, session_id, path, uri)
@@ -264,7 +257,7 @@ class Front:
         """The sampler. Raises NotFound."""
         found = self._named.get(name)
         if found is None:
-            raise NotFound("no such sampler; its session may have ended", seen=name)
+            raise errors.NotFound("no such sampler; its session may have ended", seen=name)
         return found
 
     def sample(self, fields: Mapping[str, Any], size: int) -> tuple[Future, list[str]]:
@@ -281,12 +274,8 @@ class Front:
         return future, names
 
     async def _sample(self, sampler: Sampler, body: bodies.SampleBody) -> Result:
-        path = sampler.path()
+        path = sampler.path
         if path and not (self.config.folder / path).is_dir():
-            raise NotFound(
-                "the weights of this sampler are gone",
-                seen=sampler.name,
-                allowed=f"the newest {self.config.kept_samplers} of a training client; "
-                "save_weights_for_sampler(name) keeps weights",
-            )
+            allowed = f"{self.config.kept_samplers} unnamed samplers of a client; others by name"
+            raise errors.NotFound("the weights are gone", seen=sampler.name, allowed=allowed)
         return await self._samplers.sample(path, body)

@@ -7,17 +7,12 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.errors import (
-    FailedPrecondition,
-    InvalidInput,
-    NotFound,
-    PacelineError,
-    ResourceExhausted,
-)
+from paceline import errors
 from paceline.telemetry import get_logger
 
 JSON, BINARY = "application/json", "application/x-protobuf"
 LOST = "LEARNER_LOST"
+_OF_USER = (errors.InvalidInput, errors.NotFound, errors.FailedPrecondition)
 _log = get_logger(__name__)
 
 
@@ -34,9 +29,9 @@ class Result:
         return cls(json.dumps(fields).encode())
 
     @classmethod
-    def failed(cls, error: PacelineError) -> "Result":
+    def failed(cls, error: errors.PacelineError) -> "Result":
         """A failure, with the SDK's category: its caller's fault or this server's."""
-        of_user = isinstance(error, InvalidInput | NotFound | FailedPrecondition)
+        of_user = isinstance(error, _OF_USER)
         category = "user" if of_user and error.reason != LOST else "server"
         return cls.of(error=str(error), category=category)
 
@@ -69,11 +64,9 @@ class Futures:
         while len(self._kept) >= self._most or self._bytes + size > self._most_bytes:
             old = next((one for one in self._kept.values() if one.read), None)
             if old is None:
-                raise ResourceExhausted(
-                    "too many calls wait for their turn or their reader",
-                    seen=f"{len(self._kept)} calls, {self._bytes} bytes",
-                    allowed=f"{self._most} calls, {self._most_bytes} bytes",
-                )
+                seen, allowed = f"{len(self._kept)}, {self._bytes} bytes", f"{self._most} calls"
+                message = "too many calls wait for their turn or their reader"
+                raise errors.ResourceExhausted(message, seen=seen, allowed=allowed)
             self._bytes -= self._kept.pop(old.name).size
         future = self._kept[name] = Future(name, size)
         self._bytes += size
@@ -99,11 +92,8 @@ class Futures:
         """Runs a call and stores its answer or failure."""
         try:
             result = await call
-        except PacelineError as error:
+        except errors.PacelineError as error:
             result = Result.failed(error)
-        except asyncio.CancelledError:
-            self.settle(future, Result.failed(InvalidInput("the call was cancelled")))
-            raise
         except Exception as error:  # noqa: BLE001  the caller must not wait for ever
             _log.error("a call failed", future=future.name, exc_info=error)
             result = Result.of(error="the front failed; its log has the cause", category="server")
@@ -113,9 +103,8 @@ class Futures:
         """The answer; None if it is not there in time. Raises NotFound for an unknown name."""
         future = self.find(name)
         if future is None:
-            raise NotFound(
-                "no such future; its answer was read, or the server restarted", seen=name
-            )
+            message = "no such call; its answer was read, or the server restarted"
+            raise errors.NotFound(message, seen=name)
         try:
             async with asyncio.timeout(deadline_s):
                 await future.done.wait()
@@ -123,9 +112,3 @@ class Futures:
             return None
         future.read = True
         return future.result
-
-    def cancel(self, name: str) -> None:
-        """Cancels a call that runs beside other calls; unknown names are ignored."""
-        future = self.find(name)
-        if future is not None and future.task is not None:
-            future.task.cancel()

@@ -5,7 +5,7 @@ the trainer pushes their weights, and this front commits them in the place of th
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from paceline.errors import InternalError, InvalidInput, PacelineError, Unavailable
+from paceline.errors import InternalError, InvalidInput, Unavailable
 from paceline.messages import versions_from_proto
 from paceline.rpc import responses, rpc_errors
 from paceline.rpc.progress import while_moving
@@ -34,6 +34,7 @@ _STILL_S = 300.0
 """Seconds without progress of the gateway after which a commit fails."""
 _LONGEST = 1 << 30
 """Tokens of a sample without a maximum: the context ends it."""
+_ENDS = (trajectory_pb2.FINISH_REASON_STOP, trajectory_pb2.FINISH_REASON_LENGTH)
 _log = get_logger(__name__)
 
 
@@ -43,7 +44,7 @@ class Sampler:
 
     name: str
     session_id: str
-    path: Callable[[], str]  # of its weights below the folder; "": the start policy
+    path: str  # of its weights below the folder; "": the start policy
     model_path: str | None = None  # tinker://...
 
 
@@ -74,9 +75,14 @@ class Samplers:
     async def sample(self, path: str, body: SampleBody) -> Result:
         """Draws the samples of a request. Raises the gateway's errors."""
         async with self._serving(path):
-            found = await asyncio.gather(
-                *(self._generate(body, number) for number in range(body.num_samples))
-            )
+            numbers = range(body.num_samples)
+            drawing = [asyncio.create_task(self._generate(body, number)) for number in numbers]
+            try:
+                found = await asyncio.gather(*drawing)
+            finally:  # no sample runs on while other weights are served
+                for one in drawing:
+                    one.cancel()
+                await asyncio.gather(*drawing, return_exceptions=True)
         answer = tinker_pb2.TinkerSample(sequences=[sequence for sequence, _ in found])
         scores = found[0][1]
         if scores is not None:
@@ -92,7 +98,7 @@ class Samplers:
             token_ids=rollout_pb2.TokenIds(ids=prompt), sampling=_sampling(body, number, scored)
         )
         tokens, logprobs = list[int](), list[float]()
-        scores = np.full(len(prompt), np.nan, np.float32)
+        scores, chunk = np.full(len(prompt), np.nan, np.float32), engine_pb2.TokenChunk()
         async with self._room:
             with rpc_errors():
                 call = self._rollouts.Generate(request, timeout=_ANSWER_S)
@@ -105,7 +111,7 @@ class Samplers:
                             scores[1:] = [one.logprob for one in chunk.prompt_scores]
         if chunk.finish_reason == trajectory_pb2.FINISH_REASON_ERROR:
             raise InternalError(f"the engine failed: {chunk.error}")
-        if chunk.finish_reason == trajectory_pb2.FINISH_REASON_ABORT:
+        if chunk.finish_reason not in _ENDS:
             raise Unavailable("the engine aborted the sample")
         if body.prompt_logprobs_last_n:
             scores[: len(prompt) - body.prompt_logprobs_last_n] = np.nan
@@ -157,7 +163,7 @@ class Samplers:
     async def _switch(self, path: str) -> None:
         try:
             await self._serve(path)
-        except PacelineError as error:
+        except Exception as error:  # noqa: BLE001  its requests must not wait for ever
             self._path = None
             _log.error("weights_not_served", path=path, error=str(error))
             for turn in self._waiting.pop(path, []):
@@ -174,14 +180,9 @@ class Samplers:
         order = policy_pb2.PublishSaved(path=path, policy_version=version)
         await self._trainer.order("", publish=order)
         following = VersionSet(serving.seq + 1, version, serving.drafter, serving.profile)
-        async with while_moving(self._gateway, _STILL_S) as timeout:
-            await commit_versions(
-                self._gateway,
-                self._context,
-                following,
-                engine_pb2.PAUSE_MODE_IN_PLACE,
-                deadline_s=timeout,
-            )
+        gateway, mode = self._gateway, engine_pb2.PAUSE_MODE_IN_PLACE
+        async with while_moving(gateway, _STILL_S) as timeout:
+            await commit_versions(gateway, self._context, following, mode, deadline_s=timeout)
         self._path = path
 
     async def _served(self) -> VersionSet:

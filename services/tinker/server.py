@@ -4,16 +4,14 @@ import asyncio
 import json
 from pathlib import Path
 
-import httpx
-
-from paceline.errors import ConfigError, Unavailable
+from paceline.errors import ConfigError
 from paceline.local.http_server import start_http
 from paceline.rpc import Server, channel, leased
 from paceline.rpc.progress import Activity, add_progress
 from paceline.services.tinker.api import KEY_PREFIX, Api
 from paceline.services.tinker.clients import Clients
 from paceline.services.tinker.config import TinkerConfig
-from paceline.services.tinker.front import Front
+from paceline.services.tinker.front import TinkerFront
 from paceline.services.tinker.futures import Futures
 from paceline.services.tinker.samplers import Samplers
 from paceline.services.tinker.trainer import Trainer
@@ -22,7 +20,6 @@ from paceline.v1.progress_pb2 import GetProgressResponse
 from paceline.whole_files import write_whole
 
 _GRACE_S = 2.0
-_ASK_S = 30.0
 _SAVES = 1 << 30
 """Checkpoints of one process at most; their numbers rise over processes."""
 _log = get_logger(__name__)
@@ -35,20 +32,6 @@ def next_epoch(config: TinkerConfig) -> int:
     epoch = 1 + (json.loads(file.read_text())["epoch"] if file.exists() else 0)
     write_whole(file, json.dumps({"epoch": epoch}))
     return int(epoch)
-
-
-async def longest_context(config: TinkerConfig) -> int:
-    """Tokens of the gateway's context. Raises Unavailable if it does not answer."""
-    security = config.security
-    scheme = "https" if security.tls_cert else "http"
-    url = f"{scheme}://{config.addresses.http}/v1/models"
-    headers = {"authorization": f"Bearer {security.token}"} if security.token else {}
-    try:
-        async with httpx.AsyncClient(verify=security.tls_ca or True, trust_env=False) as client:
-            answer = await client.get(url, headers=headers, timeout=_ASK_S)
-        return int(answer.raise_for_status().json()["data"][0]["max_model_len"])
-    except httpx.HTTPError as error:
-        raise Unavailable(f"the gateway does not answer: {error}", seen=url) from error
 
 
 async def serve(config: TinkerConfig, stop: asyncio.Event) -> None:
@@ -74,8 +57,8 @@ async def serve(config: TinkerConfig, stop: asyncio.Event) -> None:
         clients = Clients(trainer, futures, config.gap_s, first_save=epoch * _SAVES)
         samplers = Samplers(trainer, to_gateway, context, config.parallel_samples)
         await samplers.begin()
-        front = Front(config, futures, clients, samplers)
-        app = Api(front, await longest_context(config)).app()
+        front = TinkerFront(config, futures, clients, samplers)
+        app = Api(front).app()
         http, http_task, port = start_http(
             app, addresses.tinker_http, security, timeout_graceful_shutdown=int(_GRACE_S)
         )

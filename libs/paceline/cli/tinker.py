@@ -35,12 +35,9 @@ async def serve_tinker(files: Sequence[Path], overrides: Sequence[str], console:
     with processes.owned(directory, processes.SUPERVISOR):
         tokens.use_run_tokens(config)
         launches = run_launches(config, settings, words, services=_SERVICES)
+        beat_s, hung_s, health_s = config.run.heartbeat_s, config.run.hung_s, patient(_START_S)
         supervisor = Supervisor(
-            launches,
-            directory,
-            health_s=patient(_START_S),
-            heartbeat_s=config.run.heartbeat_s,
-            hung_s=config.run.hung_s,
+            launches, directory, health_s=health_s, heartbeat_s=beat_s, hung_s=hung_s
         )
         async with supervisor:
             with play.stop_requests() as stop:

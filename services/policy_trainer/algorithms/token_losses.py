@@ -44,23 +44,12 @@ def ppo(
     return losses
 
 
-def cispo(
-    policy_logprobs: Float[Tensor, " T"], inputs: Inputs, options: Options
-) -> Float[Tensor, " T"]:
-    """L_t = -sg(clip(u_t, low, high)) A_t log p_t, CISPO (arXiv 2506.13585, eq. 4), where sg has no
-    gradient.
-    """
-    low, high = (options[name] for name in CLIPS)
-    ratio = _ratio(policy_logprobs, inputs).detach().clamp(low, high)
-    return -ratio * inputs["advantages"] * policy_logprobs
-
-
 def _ratio(policy_logprobs: Float[Tensor, " T"], inputs: Inputs) -> Float[Tensor, " T"]:
     return bounded_ratio(policy_logprobs - inputs["logprobs"])
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLoss:
+class NamedLoss:
     """A loss with its inputs of each target, and its options with their defaults."""
 
     function: Callable[[Float[Tensor, " T"], Inputs, Options], Float[Tensor, " T"]]
@@ -77,14 +66,13 @@ class TokenLoss:
 
 _DRAWN = ("logprobs", "advantages")
 LOSSES = {
-    "cross_entropy": TokenLoss(cross_entropy, ("weights",), {}),
-    "importance_sampling": TokenLoss(importance_sampling, _DRAWN, {}),
-    "ppo": TokenLoss(ppo, _DRAWN, CLIPS),
-    "cispo": TokenLoss(cispo, _DRAWN, CLIPS),
+    "cross_entropy": NamedLoss(cross_entropy, ("weights",), {}),
+    "importance_sampling": NamedLoss(importance_sampling, _DRAWN, {}),
+    "ppo": NamedLoss(ppo, _DRAWN, CLIPS),
 }
 
 
-def token_loss(name: str) -> TokenLoss:
+def token_loss(name: str) -> NamedLoss:
     """The loss of that name. Raises InvalidInput for an unknown name."""
     if name not in LOSSES:
         raise InvalidInput("loss_fn is not served", seen=name, allowed=", ".join(LOSSES))

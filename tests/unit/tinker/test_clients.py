@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import FailedPrecondition, InvalidInput, PacelineError
-from paceline.services.tinker.clients import Client, Clients
+from paceline.services.tinker.clients import Clients, TrainingClient
 from paceline.services.tinker.futures import LOST, Futures, Result
 from paceline.v1 import policy_pb2 as pb
 
@@ -40,8 +40,8 @@ class World:
         self.futures = Futures(100, 1 << 20)
         self.clients = Clients(self.trainer, self.futures, gap_s)  # type: ignore[arg-type]
 
-    def client(self, name: str) -> Client:
-        client = Client(name, "s")
+    def client(self, name: str) -> TrainingClient:
+        client = TrainingClient(name, "s")
         self.clients.add(client)
 
         async def created() -> Result:
@@ -51,7 +51,7 @@ class World:
         self.clients.submit(client, 0, 0, created)
         return client
 
-    def call(self, client: Client, seq: int, kind: str = "forward_backward") -> str:
+    def call(self, client: TrainingClient, seq: int, kind: str = "forward_backward") -> str:
         """Queues a forward_backward or optim_step."""
 
         async def work() -> Result:
