@@ -85,14 +85,14 @@ class Api:
     def _guarded(self, app: Any) -> Any:
         """The route behind the check of its caller."""
         config = self._front.config
-        local = is_loopback(config.addresses.tinker_http)
 
         async def guarded(scope: Any, receive: Any, send: Any) -> None:
             request = Request(scope)
             host = request.headers.get("host", "")
-            if local and not names_loopback(host):
-                message = "the Host header names another machine than this one"
-                raise errors.InvalidInput(message, seen=host[:100], allowed="a loopback address")
+            foreign = is_loopback(config.addresses.tinker_http) and not names_loopback(host)
+            if foreign or "origin" in request.headers:
+                message, allowed = "a web page or another host sent this", "a loopback Host"
+                raise errors.InvalidInput(message, seen=host[:100], allowed=allowed)
             scheme, _, key = request.headers.get("authorization", "").partition(" ")
             key = request.headers.get("x-api-key", key if scheme.lower() == "bearer" else "")
             token = key.removeprefix(KEY_PREFIX)
