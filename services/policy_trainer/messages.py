@@ -47,6 +47,14 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True)
+class Learn:
+    """Run an order of the Tinker front. The reply is Learned."""
+
+    request: str  # LearnRequest of the call, JSON
+    command_id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class BatchFacts:
     """Counts and statistics of a batch."""
 
@@ -119,7 +127,15 @@ class Pushed:
     replaced: bool = False  # replaced an unserved version with other bits at the gateway
 
 
-Command = Train | Save | Keep
-News = Batched | Stepped | Pushed | Saved
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """The order is done; the last news of a Learn command."""
+
+    command_id: int
+    answer: str  # LearnResponse, JSON
+
+
+Command = Train | Save | Keep | Learn
+News = Batched | Stepped | Pushed | Saved | Learned
 Message = Command | News | Failed | Impaired | Doing
 MESSAGES = TaggedJson[Message](*get_args(Message))

@@ -12,7 +12,8 @@ from paceline.errors import InternalError
 from paceline.ranks import group, messages
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.learn.build import build_learner, form_mesh
-from paceline.services.policy_trainer.messages import MESSAGES, Command
+from paceline.services.policy_trainer.messages import MESSAGES, Command, Learn
+from paceline.services.policy_trainer.orders import Orders
 from paceline.services.policy_trainer.rank_zero import RankZero
 from paceline.services.policy_trainer.trainer import PolicyTrainer
 
@@ -54,12 +55,15 @@ def main() -> None:
         trainer = build(config, link)
         link.ready()
         trainer.started()
+        orders = Orders(trainer)
         with contextlib.closing(link):
             while True:
                 busy = trainer.settle_when_written()
                 data = link.receive(_WRITTEN_POLL_S if busy else _COMMAND_WAIT_S)
                 command = None if data is None else MESSAGES.decode(data)
-                if isinstance(command, Command):
+                if isinstance(command, Learn):
+                    orders.handle(command)
+                elif isinstance(command, Command):
                     trainer.handle(command)
                 elif command is not None:
                     seen = type(command).__name__

@@ -38,6 +38,7 @@ _log = get_logger(__name__)
 
 SERVICE_NAME = "paceline.v1.PolicyService"
 STOP_GRACE_S = 20.0  # time of a clean stop with the last checkpoint; orchestrators kill after 30 s
+_LAST: dict[type[m.Command], type[m.News]] = {m.Train: m.Pushed, m.Learn: m.Learned}
 RANK_GRACE_S = 3.0  # until a rank is killed: longer than telemetry.shutdown takes
 
 
@@ -94,6 +95,16 @@ class PolicyServicer(PolicyServiceServicer):
         saved = await self._save(self._config.step_deadline_s, command)
         return pb.SavePolicyCheckpointResponse(path=saved.path, policy_version=saved.version)
 
+    async def Learn(
+        self, request: pb.LearnRequest, context: Any
+    ) -> AsyncIterator[pb.LearnResponse]:
+        """Sends the answer to an order. Raises as Orders.run."""
+        self._check(request.context)
+        command = m.Learn(json_format.MessageToJson(request))
+        async for news in self._run(command, self._config.step_deadline_s):
+            if isinstance(news, m.Learned):
+                yield json_format.Parse(news.answer, pb.LearnResponse())
+
     def KeepRanks(
         self, request_iterator: AsyncIterator[pb.KeepRanksRequest], context: Any
     ) -> AsyncIterator[pb.KeepRanksResponse]:
@@ -110,7 +121,7 @@ class PolicyServicer(PolicyServiceServicer):
         Raises the errors of WatchedRanks.run. On DeadlineExceeded the ranks are killed, because
         their state is unknown.
         """
-        last = m.Pushed if isinstance(command, m.Train) else messages.Saved
+        last = _LAST.get(type(command), messages.Saved)
         async with self._turn:
             await self.ranks.wait_ready(self._config.start_deadline_s)
             try:
@@ -237,8 +248,8 @@ def _response(news: m.News) -> pb.TrainStepResponse:
         case m.Pushed():
             prepared = pb.PolicyPrepared(**shared_fields(news, pb.PolicyPrepared))
             return pb.TrainStepResponse(prepared=prepared)
-        case messages.Saved():
-            raise errors.InvalidInput("a checkpoint is no news of a step")
+        case messages.Saved() | m.Learned():
+            raise errors.InvalidInput("no news of a step", seen=type(news).__name__)
 
 
 def _stepped(progress: m.Progress) -> pb.PolicyStepped:

@@ -46,21 +46,17 @@ class PolicyTrainer:
     ) -> None:
         """`progress`: receives this rank's progress reports; None: no reports."""
         self.config = config
-        self.learner = learner
         self.zero = zero
         self.progress = messages.Progress()
-        self._publisher = zero.publisher if zero else publish.Publisher(config, asyncio.Runner())
-        self._report = progress or ProgressReport(lambda doing: None)
-        learner.on_layer = self._report.goes_on
-        learner.on_micro_batch = lambda number, of: self._report.begins(
-            f"trains micro-batch {number} of {of}"
-        )
-        self._writing = dist.new_group(backend="gloo")
+        self.publisher = zero.publisher if zero else publish.Publisher(config, asyncio.Runner())
+        self.report = progress or ProgressReport(lambda doing: None)
+        self.adopt(learner)
+        self.writing = dist.new_group(backend="gloo")
         # The Hugging Face directory has merged weights in place of adapters.
         self._whole = "" if learner.weights.adapted else "learner/model"
         self._on_cpu = learner.mesh.device_type == "cpu"
         self._writer = checkpoints.CheckpointWriter(
-            config.checkpoints_dir, self._export, prefix=_PREFIX, whole=self._whole
+            config.checkpoints_dir, self.export, prefix=_PREFIX, whole=self._whole
         )
         best = records.read_best(config.checkpoints_dir)
         self._writer.kept = best.policy_version if best else None
@@ -69,11 +65,19 @@ class PolicyTrainer:
         self._unreported: tuple[int, messages.Progress] | None = None  # command and progress
         self._resumed = False  # resumed, and not yet compared with the served weights
 
+    def adopt(self, learner: Learner) -> None:
+        """Takes a learner, and reports its progress."""
+        self.learner = learner
+        learner.on_layer = self.report.goes_on
+        learner.on_micro_batch = lambda number, of: self.report.begins(
+            f"trains micro-batch {number} of {of}"
+        )
+
     def resume(self) -> None:
         """Loads the newest intact checkpoint and replays the later steps. Raises DataLoss for a
         checkpoint of another model or trainer.
         """
-        self._report.begins("loads the newest checkpoint")
+        self.report.begins("loads the newest checkpoint")
         found = checkpoints.find_whole(self.config.checkpoints_dir, _PREFIX, dist.group.WORLD)
         for fault in found.damaged:
             if self.zero:
@@ -143,7 +147,7 @@ class PolicyTrainer:
             self.zero.push(command, self.progress, publication)
         else:
             with suppress(errors.PacelineError):  # reported by rank 0
-                self._publisher.push(publication, command.sender())
+                self.publisher.push(publication, command.sender())
         if self.progress.policy_version - self._begun >= self.config.checkpoint_interval_steps:
             self.begin_checkpoint()
 
@@ -207,7 +211,7 @@ class PolicyTrainer:
 
     def _published(self) -> publish.Publication:
         """The version to push. Raises ResourceExhausted or WeightsError on all ranks."""
-        weights, make_room = self.learner.weights, self._publisher.forget
+        weights, make_room = self.learner.weights, self.publisher.forget
         pushed, shapes = weights.pushed(), weights.pushed_shapes()
         version = self.progress.policy_version
         return publish.publication_of(
@@ -221,7 +225,7 @@ class PolicyTrainer:
         batch = process.tensors_from_rank_zero(TrainBatch, collected.tensors if collected else None)
         if batch is None:
             return False
-        self._report.begins(f"computes the start values of step {step}")
+        self.report.begins(f"computes the start values of step {step}")
         about, parent = {names.RL_STEP: step}, extract(carrier)
         links = collected.links if collected else ()
         waited = {"seconds/batch_wait": collected.waited_s} if collected else {}
@@ -262,7 +266,7 @@ class PolicyTrainer:
             self.settle()
             self._copied = self.learner.state(self._copied)
             state = {"learner": self._copied, "progress": to_object(self.progress)}
-            self._writer.write(state, self.progress.policy_version, self._writing)
+            self._writer.write(state, self.progress.policy_version, self.writing)
         metrics.PART_TIME.record(time.perf_counter() - started, part="checkpoint")
         self._begun = self.progress.policy_version
         self._unreported = (command_id, self.progress)
@@ -295,7 +299,7 @@ class PolicyTrainer:
         command_id, saved = self._unreported
         self._unreported = None
         try:
-            self._writer.wait(self._report.goes_on)
+            self._writer.wait(self.report.goes_on)
         except errors.Unavailable as error:
             if self.zero:
                 self.zero.failed(command_id, error)
@@ -325,7 +329,7 @@ class PolicyTrainer:
             return -1
         return step
 
-    def _export(self, state: dict[str, Any], checkpoint: Path) -> None:
+    def export(self, state: dict[str, Any], checkpoint: Path) -> None:
         """Writes the weights as a Hugging Face directory, which any engine serves."""
         trained = checkpoints.read_each_whole(checkpoint, "learner/model", state)
         weights = self.learner.weights

@@ -3,15 +3,12 @@
 import asyncio
 import contextlib
 import gc
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
-import uvicorn
-from starlette.types import ASGIApp
-
 from paceline.addresses import is_loopback, reachable
-from paceline.errors import ConfigError
-from paceline.local import checks, forking, ports, processes
+from paceline.local import checks, forking, processes
+from paceline.local.http_server import start_http
 from paceline.rpc import EPOCHS, EpochGuard, Server, channel
 from paceline.rpc.progress import AGENTS, REDIS, Activity, add_progress
 from paceline.services.rollout_gateway.api import grpc
@@ -75,23 +72,11 @@ def _worker(seat: Seat) -> Part:
 
 ROLLOUT_SERVICE = "paceline.v1.RolloutService"
 STOP_GRACE_S = 2.0
-BACKLOG = 65_535
-"""Connections that wait to be accepted; the system has its own limit (net.core.somaxconn). The
-client's system retries a refused connection after one second, then two, then four.
-"""
 COLLECT_AFTER = 10_000
 """New objects after which Python searches for cycles. With Python's default of 700, a gateway with
 10,000 sessions spent a quarter of its CPU time in pauses of a second.
 """
 log = get_logger(__name__)
-
-
-class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers, because the process has its own."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 @contextlib.asynccontextmanager
@@ -119,7 +104,14 @@ async def running(
     try:
         await probe
         app = build_app(gateway, loopback=is_loopback(config.addresses.http))
-        http, http_task, http_port = start_http(app, config)
+        http, http_task, http_port = start_http(
+            app,
+            config.addresses.http,
+            config.security,
+            http=streaming.BoundedProtocol,
+            timeout_keep_alive=config.api.keep_alive_s,
+            timeout_graceful_shutdown=int(STOP_GRACE_S),
+        )
         gateway.http_address = reachable(config.addresses.http, http_port)
         try:
             port = await server.start()
@@ -166,48 +158,3 @@ def collect_seldom() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(COLLECT_AFTER, *gc.get_threshold()[1:])
-
-
-def start_http(app: ASGIApp, config: GatewayConfig) -> tuple[HttpServer, asyncio.Task[None], int]:
-    """Start an HTTP server; returns the server, its task and its port, which accepts connections.
-
-    Raises ConfigError when it cannot listen, when files of TLS cannot be read, or when other
-    machines could use it without authentication.
-    """
-    address, security = config.addresses.http, config.security
-    closed = security.token and security.tls_cert
-    if not (is_loopback(address) or security.allow_insecure or closed):
-        message = "the HTTP address is reachable from other machines without token and TLS"
-        allowed = "a loopback address, or token and TLS, or security.allow_insecure=true"
-        raise ConfigError(message, seen=address, allowed=allowed)
-    settings = _http_config(app, config)
-    try:
-        settings.load()
-        listening = ports.bound(settings.host, settings.port)
-        listening.listen(BACKLOG)
-    except OSError as error:
-        message = f"HTTP cannot be served: {error.strerror or error}"
-        allowed = "a free port, and readable files of TLS"
-        raise ConfigError(message, seen=address, allowed=allowed) from error
-    server = HttpServer(settings)
-    task = asyncio.create_task(server.serve(sockets=[listening]))
-    return server, task, int(listening.getsockname()[1])
-
-
-def _http_config(app: ASGIApp, config: GatewayConfig) -> uvicorn.Config:
-    host, _, port = config.addresses.http.rpartition(":")
-    security = config.security
-    return uvicorn.Config(
-        app,
-        host=host.strip("[]"),
-        port=int(port),
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        http=streaming.BoundedProtocol,
-        backlog=BACKLOG,
-        timeout_keep_alive=config.api.keep_alive_s,
-        timeout_graceful_shutdown=int(STOP_GRACE_S),
-        ssl_certfile=security.tls_cert or None,
-        ssl_keyfile=security.tls_key or None,
-    )

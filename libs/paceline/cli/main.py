@@ -12,7 +12,7 @@ from paceline.addresses import loopback
 from paceline.cli import command, commands
 from paceline.errors import NotFound
 from paceline.local.hub import model_directory
-from paceline.local.services import SERVICES
+from paceline.local.services import SERVICES, TINKER
 from paceline.local.services import service as service_named
 from paceline.speculators.kinds import SPECULATORS, drafter_directory
 
@@ -32,7 +32,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 drafter = typer.Typer(no_args_is_help=True, help="Train, export and choose drafters.")
 app.add_typer(drafter, name="drafter")
 
-SERVICE_NAMES = [spec.command_name for spec in SERVICES if spec.address_key]
+SERVICE_NAMES = [spec.command_name for spec in (*SERVICES, TINKER) if spec.address_key]
 REST = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Settings of a command that passes its whole line, including --help, to a module."""
 
@@ -71,7 +71,7 @@ def serve(
     ] = None,
     drafter: Annotated[str | None, typer.Option(help=f"gateway: {DRAFTERS}")] = None,
     http_port: Annotated[
-        int | None, typer.Option(help="gateway: port of the OpenAI-compatible API")
+        int | None, typer.Option(help="gateway, tinker: port of the HTTP API")
     ] = None,
     grpc_port: Annotated[int | None, typer.Option(help="port of the gRPC API")] = None,
     gateway: Annotated[
@@ -84,24 +84,29 @@ def serve(
 ) -> None:
     """Run one service in this terminal.
 
-    A gateway works alone: paceline serve gateway --model DIR
+    A gateway works alone: paceline serve gateway --model DIR. The front of the Tinker API starts
+    the services that it needs: paceline serve tinker --model DIR
     """
     from paceline.cli.run_files import found_models
 
     spec = service_named(service)
     trained = drafter and drafter_directory(drafter)
+    tinker = spec is TINKER and not print_config
+    own, http = ("gateway.", "tinker_http") if tinker else ("", "http")
     given = {
-        "model": model and model_directory(model, command.say).resolve(),
-        "engine.kind": engine,
-        "drafter": trained.resolve() if trained else drafter,
-        "addresses.http": http_port is not None and f"{loopback()}:{http_port}",
+        f"{own}model": model and model_directory(model, command.say).resolve(),
+        f"{own}engine.kind": engine,
+        f"{own}drafter": trained.resolve() if trained else drafter,
+        f"addresses.{http}": http_port is not None and f"{loopback()}:{http_port}",
         f"addresses.{spec.address_key}": grpc_port is not None and f"{loopback()}:{grpc_port}",
     }
-    settings = [
-        *found_models(config or [], [], command.say),
-        *command.settings_of(overrides, no_token),
-    ]
-    settings += [f'{key}="{value}"' for key, value in given.items() if value]
+    chosen = [f'{key}="{value}"' for key, value in given.items() if value]
+    settings = [*command.settings_of(overrides, no_token), *chosen]
+    settings = [*found_models(config or [], chosen if tinker else [], command.say), *settings]
+    if tinker:
+        from paceline.cli.tinker import serve_tinker
+
+        command.run_to_exit(serve_tinker(list(config or []), settings, command.console))
     files = [part for file in config or [] for part in ("--config", str(file))]
     flags = ["--print-config"] if print_config else []
     flags += ["--gateway", str(gateway)] if gateway else []

@@ -140,7 +140,7 @@ class _Player:
                     for task in following:
                         task.cancel()
                     view.show_phase("stopping the services")
-                    with _stop_requests():  # further signals leave no process behind
+                    with stop_requests():  # further signals leave no process behind
                         await supervisor.stop(_STOP_GRACE_S)
                     for defect in await asyncio.gather(*following, return_exceptions=True):
                         if isinstance(defect, Exception):
@@ -194,7 +194,7 @@ class _Player:
             following.append(asyncio.create_task(self._follow()))
             await supervisor.wait_finished()
 
-        with _stop_requests() as stop:
+        with stop_requests() as stop:
             return await unless(stop, work())
 
     async def _collect(self, *, finished: bool) -> None:
@@ -221,7 +221,7 @@ class _Player:
 
 
 @contextmanager
-def _stop_requests() -> Iterator[asyncio.Event]:
+def stop_requests() -> Iterator[asyncio.Event]:
     """Yields an event that signals set instead of ending the process."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -53,7 +53,7 @@ def known_keys(cls: type[Config]) -> list[str]:
 RUN_ID = r"[a-z0-9-]{1,64}"
 """Pattern of a run's id."""
 SHARED_SECTIONS = ("run", "redis", "telemetry", "security", "addresses")
-SERVICE_SECTIONS = ("coordinator", "gateway", "policy_trainer", "drafter_trainer")
+SERVICE_SECTIONS = ("coordinator", "gateway", "policy_trainer", "drafter_trainer", "tinker")
 
 
 def _drawable(temperature: float) -> float:
@@ -177,6 +177,10 @@ class AddressesConfig(Config):
     """ZeroMQ endpoint of the coordinator's facts."""
     http: str = Field(default_factory=lambda: f"{loopback()}:7408")
     """OpenAI-compatible HTTP address of the gateway."""
+    tinker: str = Field(default_factory=lambda: f"{loopback()}:7406")
+    """gRPC address of the Tinker front, for health and progress."""
+    tinker_http: str = Field(default_factory=lambda: f"{loopback()}:7409")
+    """HTTP address of the Tinker front."""
     more_gateways: tuple[str, ...] = ()
     """gRPC addresses of gateways 1, 2, ... Each has `gateway.engine.workers` workers of its own, on
     its own host.

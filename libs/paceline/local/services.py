@@ -87,6 +87,17 @@ SERVICES: tuple[ServiceSpec, ...] = (
     ),
 )
 
+TINKER = ServiceSpec(
+    "tinker",
+    "paceline.services.tinker",
+    "paceline.services.tinker.config:TinkerConfig",
+    "tinker",
+    ("gateway", "policy_trainer"),
+    "control",
+    ("tinker_http",),
+)
+"""The front of the Tinker API, which steers a run in the place of the coordinator."""
+
 
 GATEWAY, POLICY_TRAINER = "gateway", "policy_trainer"
 
@@ -122,7 +133,7 @@ def service(name: str) -> ServiceSpec:
         key, http = f"more_gateways.{int(number) - 1}", f"more_gateways_http.{int(number) - 1}"
         return replace(own, address_key=key, more_address_keys=(http,), links=(http,))
     wanted = name.replace("-", "_")
-    for spec in SERVICES:
+    for spec in (*SERVICES, TINKER):
         if spec.name == wanted:
             return spec
     raise NotFound(

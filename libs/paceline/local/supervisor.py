@@ -19,7 +19,7 @@ from paceline.local import forking, news, redis
 from paceline.local.child import LIMIT_S
 from paceline.local.launch import ChildEvent, Keep, KeptService, Launch, RestartPolicy, Supervised
 from paceline.local.ports import require_free
-from paceline.local.services import REDIS, ServiceSpec, services_of
+from paceline.local.services import REDIS, TINKER, ServiceSpec, services_of
 from paceline.rpc import wait_healthy
 
 EXTERNAL_REDIS_S = 5.0
@@ -154,6 +154,7 @@ def run_launches(
     awaited.
     """
     every = services_of(len(config.addresses.gateways), config.run.policy_nodes)
+    every += [TINKER] * (TINKER.name in services)
     own = [spec for spec in every if not services or spec.name in services]
     words = [word for path in files for word in ("--config", str(path))]
     launches = {spec.name: launch_of(spec, config, [*words, *overrides]) for spec in own}

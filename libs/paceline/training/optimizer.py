@@ -223,6 +223,14 @@ class NamedOptimizer:
         for part in self._parts:
             yield from part.param_groups
 
+    def configure(self, config: OptimizerConfig, eps: float) -> None:
+        """Replaces the settings of later steps. `eps`: AdamW's addend to the root of the second
+        moment.
+        """
+        self._config = config
+        for group in self._groups():
+            group |= {"betas": config.betas, "weight_decay": config.weight_decay, "eps": eps}
+
     def step(self, number: int) -> float:
         """Takes step `number`, counted from 1, and drops the gradients.
 

@@ -165,3 +165,126 @@ class SavePolicyCheckpointResponse(_message.Message):
     path: str
     policy_version: int
     def __init__(self, path: _Optional[str] = ..., policy_version: _Optional[int] = ...) -> None: ...
+
+class LearnRequest(_message.Message):
+    __slots__ = ("context", "learner", "create", "forward_backward", "optim_step", "save", "publish")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    LEARNER_FIELD_NUMBER: _ClassVar[int]
+    CREATE_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_BACKWARD_FIELD_NUMBER: _ClassVar[int]
+    OPTIM_STEP_FIELD_NUMBER: _ClassVar[int]
+    SAVE_FIELD_NUMBER: _ClassVar[int]
+    PUBLISH_FIELD_NUMBER: _ClassVar[int]
+    context: _trajectory_pb2.CommandContext
+    learner: str
+    create: CreateLearner
+    forward_backward: ForwardBackward
+    optim_step: OptimStep
+    save: SaveLearner
+    publish: PublishSaved
+    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., learner: _Optional[str] = ..., create: _Optional[_Union[CreateLearner, _Mapping]] = ..., forward_backward: _Optional[_Union[ForwardBackward, _Mapping]] = ..., optim_step: _Optional[_Union[OptimStep, _Mapping]] = ..., save: _Optional[_Union[SaveLearner, _Mapping]] = ..., publish: _Optional[_Union[PublishSaved, _Mapping]] = ...) -> None: ...
+
+class CreateLearner(_message.Message):
+    __slots__ = ("rank", "targets", "seed", "path", "optimizer")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    targets: _containers.RepeatedScalarFieldContainer[str]
+    seed: int
+    path: str
+    optimizer: bool
+    def __init__(self, rank: _Optional[int] = ..., targets: _Optional[_Iterable[str]] = ..., seed: _Optional[int] = ..., path: _Optional[str] = ..., optimizer: _Optional[bool] = ...) -> None: ...
+
+class LearnExample(_message.Message):
+    __slots__ = ("tokens", "targets", "inputs")
+    class InputsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: bytes
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    INPUTS_FIELD_NUMBER: _ClassVar[int]
+    tokens: bytes
+    targets: bytes
+    inputs: _containers.ScalarMap[str, bytes]
+    def __init__(self, tokens: _Optional[bytes] = ..., targets: _Optional[bytes] = ..., inputs: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
+
+class ForwardBackward(_message.Message):
+    __slots__ = ("examples", "loss", "options", "forward_only")
+    class OptionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    EXAMPLES_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_ONLY_FIELD_NUMBER: _ClassVar[int]
+    examples: _containers.RepeatedCompositeFieldContainer[LearnExample]
+    loss: str
+    options: _containers.ScalarMap[str, float]
+    forward_only: bool
+    def __init__(self, examples: _Optional[_Iterable[_Union[LearnExample, _Mapping]]] = ..., loss: _Optional[str] = ..., options: _Optional[_Mapping[str, float]] = ..., forward_only: _Optional[bool] = ...) -> None: ...
+
+class OptimStep(_message.Message):
+    __slots__ = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "clip_norm")
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    BETA1_FIELD_NUMBER: _ClassVar[int]
+    BETA2_FIELD_NUMBER: _ClassVar[int]
+    EPS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DECAY_FIELD_NUMBER: _ClassVar[int]
+    CLIP_NORM_FIELD_NUMBER: _ClassVar[int]
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    clip_norm: float
+    def __init__(self, learning_rate: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., eps: _Optional[float] = ..., weight_decay: _Optional[float] = ..., clip_norm: _Optional[float] = ...) -> None: ...
+
+class SaveLearner(_message.Message):
+    __slots__ = ("path", "number", "weights_only")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_ONLY_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    number: int
+    weights_only: bool
+    def __init__(self, path: _Optional[str] = ..., number: _Optional[int] = ..., weights_only: _Optional[bool] = ...) -> None: ...
+
+class PublishSaved(_message.Message):
+    __slots__ = ("path", "policy_version")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    policy_version: int
+    def __init__(self, path: _Optional[str] = ..., policy_version: _Optional[int] = ...) -> None: ...
+
+class LearnResponse(_message.Message):
+    __slots__ = ("logprobs", "losses", "figures", "rank", "targets")
+    class FiguresEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    LOSSES_FIELD_NUMBER: _ClassVar[int]
+    FIGURES_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    logprobs: bytes
+    losses: bytes
+    figures: _containers.ScalarMap[str, float]
+    rank: int
+    targets: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, logprobs: _Optional[bytes] = ..., losses: _Optional[bytes] = ..., figures: _Optional[_Mapping[str, float]] = ..., rank: _Optional[int] = ..., targets: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -45,6 +45,11 @@ class PolicyServiceStub:
                 request_serializer=paceline_dot_v1_dot_policy__pb2.SavePolicyCheckpointRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_policy__pb2.SavePolicyCheckpointResponse.FromString,
                 _registered_method=True)
+        self.Learn = channel.unary_stream(
+                '/paceline.v1.PolicyService/Learn',
+                request_serializer=paceline_dot_v1_dot_policy__pb2.LearnRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_policy__pb2.LearnResponse.FromString,
+                _registered_method=True)
         self.KeepRanks = channel.stream_stream(
                 '/paceline.v1.PolicyService/KeepRanks',
                 request_serializer=paceline_dot_v1_dot_policy__pb2.KeepRanksRequest.SerializeToString,
@@ -70,6 +75,14 @@ class PolicyServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Learn(self, request, context):
+        """Runs an order of the Tinker front on its learner, which replaces the run's own learner. One answer; a stream, because
+        gradients add up and channels repeat only calls without a stream.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def KeepRanks(self, request_iterator, context):
         """Called by the trainer's process on another node, which keeps the ranks there. The call lasts as long as these ranks.
         """
@@ -89,6 +102,11 @@ def add_PolicyServiceServicer_to_server(servicer, server):
                     servicer.SavePolicyCheckpoint,
                     request_deserializer=paceline_dot_v1_dot_policy__pb2.SavePolicyCheckpointRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_policy__pb2.SavePolicyCheckpointResponse.SerializeToString,
+            ),
+            'Learn': grpc.unary_stream_rpc_method_handler(
+                    servicer.Learn,
+                    request_deserializer=paceline_dot_v1_dot_policy__pb2.LearnRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_policy__pb2.LearnResponse.SerializeToString,
             ),
             'KeepRanks': grpc.stream_stream_rpc_method_handler(
                     servicer.KeepRanks,
@@ -151,6 +169,33 @@ class PolicyService:
             '/paceline.v1.PolicyService/SavePolicyCheckpoint',
             paceline_dot_v1_dot_policy__pb2.SavePolicyCheckpointRequest.SerializeToString,
             paceline_dot_v1_dot_policy__pb2.SavePolicyCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Learn(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/paceline.v1.PolicyService/Learn',
+            paceline_dot_v1_dot_policy__pb2.LearnRequest.SerializeToString,
+            paceline_dot_v1_dot_policy__pb2.LearnResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,11 @@ class TrainBatch:
     audited: Bool[Tensor, " B"]  # trajectories in the audit's sample
 
     @property
+    def targets(self) -> Int[Tensor, " T"]:
+        """The tokens whose log-probs are computed."""
+        return self.token_ids[self.trained]
+
+    @property
     def weights(self) -> Float[Tensor, " B"]:
         """Weight of a trajectory in its group: one over the branches of its session."""
         return 1.0 / torch.bincount(self.sessions, minlength=1)[self.sessions].float()
@@ -222,7 +227,7 @@ def make_micro_batch(batch: TrainBatch, rows: Sequence[Sequence[int]]) -> MicroB
     token = torch.cat(tokens)
     at = torch.cat([_NONE, *(r * width + columns for r, columns in before)])
     distinct, predictions = _distinct(
-        at, batch.token_ids[batch.trained[token]], batch.temperatures[batch.owners[token]]
+        at, batch.targets[token], batch.temperatures[batch.owners[token]]
     )
     return MicroBatch(
         input_ids=input_ids,

@@ -158,7 +158,8 @@ class PolicyWeights:
         self._pairs = {names[one]: (names[a], names[b]) for one, (a, b) in factors(model).items()}
         beside = {name for pair in self._pairs.values() for name in pair}
         everything: dict[str, nn.Parameter] = {name: one for one, name in names.items()}
-        self._whole = {k: v for k, v in sorted(everything.items()) if k not in beside}
+        self.whole = {k: v for k, v in sorted(everything.items()) if k not in beside}
+        """Parameters of the model without adapters, sharded, in fp32."""
         self.trained: Mapping[str, Tensor] = (
             {name: everything[name] for name in names.values() if name in beside}
             if beside
@@ -175,14 +176,14 @@ class PolicyWeights:
 
     def shapes(self) -> dict[str, torch.Size]:
         """Shapes of the whole weights, sorted by name."""
-        return {name: weight.shape for name, weight in self._whole.items()}
+        return {name: weight.shape for name, weight in self.whole.items()}
 
     @torch.no_grad()
     def published(self) -> Iterator[tuple[str, Tensor]]:
         """The weights, sharded and in fp32, in the order of `shapes`; live tensors without
         adapters. Collective.
         """
-        for name, weight in self._whole.items():
+        for name, weight in self.whole.items():
             pair = self._pairs.get(name)
             yield name, weight if pair is None else self._merged(weight, pair)
 
@@ -195,11 +196,11 @@ class PolicyWeights:
     def pushed_shapes(self) -> dict[str, torch.Size]:
         """Shapes of pushed tensors; adapters have the names that read_version expects."""
         return {
-            name: one.shape for name, one in (self._apart() if self.added else self._whole).items()
+            name: one.shape for name, one in (self._apart() if self.added else self.whole).items()
         }
 
     def _apart(self) -> dict[str, Tensor]:
-        heads = {name: one for name, one in self._whole.items() if name in (EMBEDDING, HEAD)}
+        heads = {name: one for name, one in self.whole.items() if name in (EMBEDDING, HEAD)}
         return heads | {
             name.replace(f".{ADAPTER}.", "."): one for name, one in sorted(self.trained.items())
         }

@@ -1,0 +1,220 @@
+"""The HTTP API that the public SDK calls: routes, keys, bounded bodies and errors."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from paceline import errors
+from paceline.addresses import is_loopback
+from paceline.rpc import names_loopback, scope_of
+from paceline.rpc.security import Scope
+from paceline.services.tinker import bodies
+from paceline.services.tinker.clients import TrainingClient
+from paceline.services.tinker.front import TinkerFront
+from paceline.services.tinker.futures import Future, Result
+from paceline.telemetry import get_logger
+
+KEY_PREFIX = "tml-"
+"""The SDK requires it in front of a key."""
+BODIES, BODY_S = 32, 30.0
+"""Bodies that are read at a time, and the maximum time of one, seconds."""
+_STATUSES: tuple[tuple[str | type[errors.PacelineError], int], ...] = (
+    ("UNAUTHENTICATED", 401),
+    ("BODY_TOO_LARGE", 413),
+    (errors.NotFound, 404),
+    (errors.InvalidInput, 400),
+    (errors.FailedPrecondition, 400),  # the SDK repeats a call after 409
+    (errors.ResourceExhausted, 429),
+    (errors.Unavailable, 503),
+    (errors.PacelineError, 500),
+)
+_log = get_logger(__name__)
+Work = Callable[[TrainingClient, Any], Awaitable[Result]]
+
+
+class Api:
+    """The handlers of all routes."""
+
+    def __init__(self, front: TinkerFront) -> None:
+        self._front = front
+        self._reading = asyncio.Semaphore(BODIES)
+
+    def app(self) -> Starlette:
+        """The ASGI application."""
+        front, fixed = self._front, self._fixed
+        chunk = min(front.config.max_body_bytes // 2, 5_000_000)
+        served = {"model_name": front.model, "trainable": True, "sampleable": True}
+        posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            # The SDK sends its key as it is, over httpx, and bodies that are read here.
+            "client/config": fixed(use_pyqwest_transport=False, fwdbwd_max_chunk_bytes_count=chunk),
+            "client/dynamic_config": fixed(),
+            "telemetry": fixed(status="accepted"),
+            "create_session": self._create_session,
+            "session_heartbeat": self._heartbeat,
+            "sessions/{id}/finish": self._finish,
+            "create_model": self._queued(front.create),
+            "get_info": self._info,
+            "forward_backward": self._learn,
+            "optim_step": self._queued(front.step),
+            "save_weights": self._queued(front.save),
+            "save_weights_for_sampler": self._queued(front.save_sampler),
+            "load_weights": self._queued(front.load),
+            "create_sampling_session": self._create_sampler,
+            "asample": self._sample,
+            "retrieve_future": self._retrieve,
+        }
+        gets = {
+            "healthz": fixed(status="ready"),
+            "get_server_capabilities": fixed(supported_models=[served]),
+            "samplers/{id}": self._sampler,
+        }
+        routes = [Route(f"/api/v1/{path}", one, methods=["POST"]) for path, one in posts.items()]
+        routes += [Route(f"/api/v1/{path}", one) for path, one in gets.items()]
+        kinds: tuple[type[Exception], ...] = (errors.PacelineError, HTTPException, Exception)
+        app = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, _answer_error))
+        for route in routes:
+            route.app = self._guarded(route.app)
+        return app
+
+    def _guarded(self, app: Any) -> Any:
+        """The route behind the check of its caller."""
+        config = self._front.config
+
+        async def guarded(scope: Any, receive: Any, send: Any) -> None:
+            request = Request(scope)
+            host = request.headers.get("host", "")
+            foreign = is_loopback(config.addresses.tinker_http) and not names_loopback(host)
+            if foreign or "origin" in request.headers:
+                message, allowed = "a web page or another host sent this", "a loopback Host"
+                raise errors.InvalidInput(message, seen=host[:100], allowed=allowed)
+            scheme, _, key = request.headers.get("authorization", "").partition(" ")
+            key = request.headers.get("x-api-key", key if scheme.lower() == "bearer" else "")
+            token = key.removeprefix(KEY_PREFIX)
+            if scope_of(config.security, token) is not Scope.OPERATOR:
+                message = "the key does not open this server"
+                allowed = f"TINKER_API_KEY={KEY_PREFIX}<the run's operator token>"
+                raise errors.InvalidInput(message, reason="UNAUTHENTICATED", allowed=allowed)
+            await app(scope, receive, send)
+
+        return guarded
+
+    async def _body(self, request: Request) -> bytes:
+        """The body. Raises InvalidInput above the maximum, before it is read whole, and for a body
+        that is not there in time.
+        """
+        data, most = bytearray(), self._front.config.max_body_bytes
+        try:
+            async with self._reading, asyncio.timeout(BODY_S):
+                async for part in request.stream():
+                    data += part
+                    if len(data) > most:
+                        message, allowed = "the body is too large", f"{most} bytes"
+                        raise errors.InvalidInput(message, reason="BODY_TOO_LARGE", allowed=allowed)
+        except TimeoutError as error:
+            raise errors.InvalidInput("the body is late", allowed=f"{BODY_S:g} s") from error
+        return bytes(data)
+
+    # --- the service ------------------------------------------------------------------------------
+
+    def _fixed(self, **fields: Any) -> Callable[[Request], Awaitable[Response]]:
+        """The handler of a call whose body is dropped and whose answer is always the same."""
+
+        async def handle(request: Request) -> Response:
+            await self._body(request)
+            return JSONResponse(fields)
+
+        return handle
+
+    async def _create_session(self, request: Request) -> Response:
+        await self._body(request)  # names and tags, which are not kept
+        note = "adapters of the head are not served: train_unembed has no effect"
+        session = self._front.open_session()
+        return JSONResponse({"session_id": session, "info_message": note, "type": "create_session"})
+
+    async def _heartbeat(self, request: Request) -> Response:
+        fields = bodies.parsed(await self._body(request))
+        self._front.touch(str(fields.get("session_id")))
+        return JSONResponse({"type": "session_heartbeat"})
+
+    async def _finish(self, request: Request) -> Response:
+        await self._body(request)
+        self._front.end_session(request.path_params["id"])
+        return Response(status_code=204)
+
+    # --- training ---------------------------------------------------------------------------------
+
+    async def _info(self, request: Request) -> Response:
+        fields = bodies.parsed(await self._body(request))
+        return JSONResponse(self._front.info(str(fields.get("model_id"))))
+
+    async def _learn(self, request: Request) -> Response:
+        """forward and forward_backward, whose body is binary."""
+        data, front = await self._body(request), self._front
+        if request.headers.get("content-type") != "application/x-protobuf":
+            message = "the body of forward_backward is protobuf since tinker 0.38"
+            raise errors.InvalidInput(message, seen=request.headers.get("content-type"))
+        body = bodies.read_binary(data)
+        fields = {"model_id": body.model_id, "seq_id": body.seq_id}
+        return _promise(front.submit(fields, len(data), lambda one: front.learn(one, data)))
+
+    def _queued(self, work: Work) -> Callable[[Request], Awaitable[Response]]:
+        """The handler of a call in JSON that waits for its turn."""
+
+        async def handle(request: Request) -> Response:
+            data, submit = await self._body(request), self._front.submit
+            fields = bodies.parsed(data)
+            return _promise(submit(fields, len(data), lambda client: work(client, fields)))
+
+        return handle
+
+    # --- sampling ---------------------------------------------------------------------------------
+
+    async def _create_sampler(self, request: Request) -> Response:
+        name = self._front.open_sampler(bodies.parsed(await self._body(request)))
+        return JSONResponse({"sampling_session_id": name, "type": "create_sampling_session"})
+
+    async def _sampler(self, request: Request) -> Response:
+        found, model = self._front.sampler(request.path_params["id"]), self._front.model
+        named = {"sampler_id": found.name, "base_model": model, "model_path": found.model_path}
+        return JSONResponse(named)
+
+    async def _sample(self, request: Request) -> Response:
+        data = await self._body(request)
+        future, names = self._front.sample(bodies.parsed(data), len(data))
+        return _promise(future, sample_sequence_ids=names)
+
+    # --- futures ----------------------------------------------------------------------------------
+
+    async def _retrieve(self, request: Request) -> Response:
+        """The result of a call; after `poll_s` seconds 408, on which the SDK asks again."""
+        name = str(bodies.parsed(await self._body(request)).get("request_id"))
+        result = await self._front.futures.wait(name, self._front.config.poll_s)
+        if result is None:
+            body = {"type": "try_again", "request_id": name, "queue_state": "active"}
+            return JSONResponse(body, status_code=408)
+        return Response(result.body, media_type=result.media)
+
+
+def _promise(future: Future, **more: Any) -> Response:
+    return JSONResponse({"request_id": future.name, **more})
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    """The answer to an error. The traceback of a fault is logged, not sent."""
+    if isinstance(error, HTTPException):
+        return JSONResponse({"detail": error.detail}, status_code=error.status_code)
+    if not isinstance(error, errors.PacelineError):
+        _log.error("a request failed", path=request.url.path, exc_info=error)
+        error = errors.InternalError("the front failed; its log has the cause")
+    status = next(
+        code
+        for key, code in _STATUSES
+        if (key == error.reason if isinstance(key, str) else isinstance(error, key))
+    )
+    return JSONResponse({"detail": str(error)}, status_code=status)

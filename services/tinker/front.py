@@ -1,0 +1,281 @@
+"""The front's sessions and the work of each call."""
+
+import asyncio
+import shutil
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from paceline import errors
+from paceline.services.tinker import bodies
+from paceline.services.tinker.clients import Clients, TrainingClient
+from paceline.services.tinker.config import TinkerConfig
+from paceline.services.tinker.futures import Future, Futures, Result
+from paceline.services.tinker.samplers import Sampler, Samplers
+
+FULL = "paceline.full_training"
+"""Key of a training client's user_metadata; with the value "true" all weights are trained."""
+WEIGHTS, SAMPLERS = "weights", "sampler_weights"
+_SCHEME = "tinker://"
+
+
+@dataclass(slots=True)
+class Session:
+    """A session of the SDK, with its training clients and samplers."""
+
+    name: str
+    clients: list[TrainingClient] = field(default_factory=list)
+    samplers: list[str] = field(default_factory=list)
+    ends: asyncio.TimerHandle | None = None
+
+
+class TinkerFront:
+    """Sessions, training clients and samplers. Use on one event loop."""
+
+    def __init__(
+        self, config: TinkerConfig, futures: Futures, clients: Clients, samplers: Samplers
+    ) -> None:
+        self.config, self.futures = config, futures
+        self._clients, self._samplers = clients, samplers
+        self._sessions: dict[str, Session] = {}
+        self._named: dict[str, Sampler] = {}
+        model = Path(config.model).absolute()
+        self.model = str(model)
+        self._names = {self.model, config.model, model.name, *config.model_names}
+        for left_behind in (*config.folder.glob("*/resident"), *config.folder.glob("*/unnamed")):
+            shutil.rmtree(left_behind)
+
+    # --- sessions ---------------------------------------------------------------------------------
+
+    def open_session(self) -> str:
+        """A new session. Raises ResourceExhausted at the maximum."""
+        if len(self._sessions) >= self.config.sessions:
+            allowed = self.config.sessions
+            raise errors.ResourceExhausted("too many live sessions", seen=allowed, allowed=allowed)
+        session = Session(str(uuid.uuid4()))
+        self._sessions[session.name] = session
+        self.touch(session.name)
+        return session.name
+
+    def touch(self, name: str) -> Session:
+        """The session, which lives on. Raises NotFound if it is unknown or has ended."""
+        session = self._sessions.get(name)
+        if session is None:
+            raise errors.NotFound("no such session; it may have ended", seen=name)
+        if session.ends is not None:
+            session.ends.cancel()
+        loop = asyncio.get_running_loop()
+        session.ends = loop.call_later(self.config.session_s, self.end_session, name)
+        return session
+
+    def end_session(self, name: str) -> None:
+        """Ends a session. Its named states stay; its unnamed samplers and its clients go."""
+        session = self._sessions.pop(name, None)
+        if session is None:
+            return
+        if session.ends is not None:
+            session.ends.cancel()
+        for sampler in session.samplers:
+            del self._named[sampler]
+        for client in session.clients:
+            self._clients.drop(client)
+            for path in client.samplers:
+                self._remove(path)
+            self._remove(f"{client.folder}/resident")
+
+    def _remove(self, path: str) -> None:
+        """Deletes a directory in a thread, since large files take a second."""
+        delete = partial(shutil.rmtree, self.config.folder / path, ignore_errors=True)
+        asyncio.get_running_loop().run_in_executor(None, delete)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises NotFound for another model than the served one."""
+        if name is not None and name not in self._names:
+            allowed = ", ".join(sorted(self._names))
+            raise errors.NotFound("base_model is not served", seen=name, allowed=allowed)
+
+    # --- training clients -------------------------------------------------------------------------
+
+    def client(self, model_id: object) -> TrainingClient:
+        """The training client. Raises NotFound."""
+        found = self._clients.find(model_id) if isinstance(model_id, str) else None
+        if found is None:
+            raise errors.NotFound("the training client is unknown or has ended", seen=model_id)
+        return found
+
+    def submit(
+        self,
+        fields: Mapping[str, Any],
+        size: int,
+        work: Callable[[TrainingClient], Awaitable[Result]],
+    ) -> Future:
+        """Queues a call by its model_id and seq_id. Its other fields are checked in its turn, so
+        that a wrong call takes its place among the calls of its client.
+        """
+        if fields.get("model_id") is None and "model_seq_id" in fields:
+            return self._add(fields, work)
+        client, seq = self.client(fields.get("model_id")), fields.get("seq_id")
+        if not isinstance(seq, int) or seq < 1:
+            raise errors.InvalidInput("seq_id is wrong", seen=seq, allowed="1 or more")
+        self.touch(client.session_id)
+        return self._clients.submit(client, seq, size, lambda: work(client))
+
+    def _add(
+        self, fields: Mapping[str, Any], work: Callable[[TrainingClient], Awaitable[Result]]
+    ) -> Future:
+        """Queues the first call of a new training client, which ends if that call fails."""
+        session = self.touch(str(fields.get("session_id")))
+        model_id = f"{session.name}:train:{fields['model_seq_id']}"
+        client = self._clients.find(model_id) or TrainingClient(model_id, session.name)
+        if client not in session.clients:
+            self._clients.add(client)
+            session.clients.append(client)
+
+        async def first() -> Result:
+            try:
+                return await work(client)
+            except errors.PacelineError:
+                self._clients.drop(client)
+                raise
+
+        return self._clients.submit(client, 0, 0, first)
+
+    async def create(self, client: TrainingClient, fields: Mapping[str, Any]) -> Result:
+        """create_model, with adapters or with all weights trained."""
+        body = bodies.ModelBody.read(fields)
+        self.check_model(body.base_model)
+        full = (body.user_metadata or {}).get(FULL) == "true"
+        if body.lora_config is not None and not full:
+            client.rank, client.targets = body.lora_config.rank, body.lora_config.targets()
+        seed = body.lora_config.seed if body.lora_config else None
+        client.seed = seed if seed is not None else uuid.uuid4().int >> 65
+        await self._clients.create(client)
+        return Result.of(model_id=client.model_id, type="create_model")
+
+    async def load(self, client: TrainingClient, fields: Mapping[str, Any]) -> Result:
+        """Replaces a client's weights by a saved state, with or without the optimiser's."""
+        body = bodies.LoadBody.read(fields)
+        self.check_model(body.base_model)
+        path = self._path_of(body.path, WEIGHTS)
+        await self._clients.create(client, path, optimizer=body.optimizer)
+        return Result.of(path=body.path, model_id=client.model_id, type="load_weights")
+
+    def info(self, model_id: str) -> dict[str, Any]:
+        """The description of a training client."""
+        client = self.client(model_id)
+        return {
+            "type": "get_info",
+            "model_data": {"model_name": self.model, "tokenizer_id": self.model},
+            "model_id": client.model_id,
+            "model_name": self.model,
+            "is_lora": client.rank > 0,
+            "lora_rank": client.rank or None,
+        }
+
+    async def learn(self, client: TrainingClient, data: bytes) -> Result:
+        """forward and forward_backward."""
+        body = bodies.read_binary(data)
+        order = bodies.learn_order(body)
+        answer = await self._clients.order(client, forward_backward=order)
+        client.gradient |= not body.forward_only
+        return bodies.learned(body, answer)
+
+    async def step(self, client: TrainingClient, fields: Mapping[str, Any]) -> Result:
+        """optim_step. The turn of its client ends."""
+        order = bodies.StepBody.read(fields).order()
+        self._clients.end_turn()
+        try:
+            answer = await self._clients.order(client, optim_step=order)
+        finally:  # a step that fails drops the gradient too
+            client.gradient, client.changed = False, True
+        return Result.of(metrics=dict(answer.figures))
+
+    # --- saved states -----------------------------------------------------------------------------
+
+    async def save(self, client: TrainingClient, fields: Mapping[str, Any]) -> Result:
+        """save_weights."""
+        return await self._save(client, bodies.SaveBody.read(fields), WEIGHTS)
+
+    async def save_sampler(self, client: TrainingClient, fields: Mapping[str, Any]) -> Result:
+        """save_weights_for_sampler, with a name, or as a sampler at once."""
+        body = bodies.SaveBody.read(fields)
+        if body.path is not None:
+            return await self._save(client, body, SAMPLERS)
+        path = f"{client.folder}/unnamed/{body.seq_id}"
+        await self._clients.save(client, path, weights_only=True)
+        client.samplers.append(path)
+        while len(client.samplers) > self.config.kept_samplers:
+            self._remove(client.samplers.popleft())
+        name = self._add_sampler(client.session_id, body.sampling_session_seq_id, path, None)
+        return Result.of(sampling_session_id=name)
+
+    async def _save(self, client: TrainingClient, body: bodies.SaveBody, kind: str) -> Result:
+        if body.path is None:
+            raise errors.InvalidInput("path is missing", allowed=bodies.NAME)
+        path = f"{client.folder}/{kind}/{body.path}"
+        if (self.config.folder / path).exists() and not body.overwrite and kind == WEIGHTS:
+            message = "a state of that name is saved"
+            raise errors.FailedPrecondition(message, seen=body.path, allowed="overwrite=True")
+        await self._clients.save(client, path, weights_only=kind == SAMPLERS)
+        return Result.of(path=f"{_SCHEME}{client.model_id}/{kind}/{body.path}")
+
+    def _path_of(self, uri: str, *kinds: str) -> str:
+        """Directory of a saved state below the folder. Raises NotFound."""
+        owner, kind, name = [*uri.removeprefix(_SCHEME).split("/"), "", ""][:3]
+        path = f"{owner.replace(':', '-')}/{kind}/{name}"
+        whole = uri == f"{_SCHEME}{owner}/{kind}/{name}" and kind in kinds
+        if not (whole and bodies.is_name(path) and (self.config.folder / path).is_dir()):
+            allowed = f"{_SCHEME}MODEL_ID/{'|'.join(kinds)}/NAME of a saved state"
+            raise errors.NotFound("nothing is saved there", seen=uri[:200], allowed=allowed)
+        return path
+
+    # --- samplers ---------------------------------------------------------------------------------
+
+    def open_sampler(self, fields: Mapping[str, Any]) -> str:
+        """A sampler of saved weights or of the start policy."""
+        body = bodies.SamplerBody.read(fields)
+        session = self.touch(body.session_id)
+        self.check_model(body.base_model)
+        path = self._path_of(body.model_path, SAMPLERS) if body.model_path else ""
+        number = body.sampling_session_seq_id
+        return self._add_sampler(session.name, number, path, body.model_path)
+
+    def _add_sampler(self, session_id: str, number: int | None, path: str, uri: str | None) -> str:
+        name = f"{session_id}:sample:{number}"
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise errors.NotFound("the session has ended", seen=session_id)
+        if name not in self._named:
+            session.samplers.append(name)
+        self._named[name] = Sampler(name, session_id, path, uri)
+        return name
+
+    def sampler(self, name: str) -> Sampler:
+        """The sampler. Raises NotFound."""
+        found = self._named.get(name)
+        if found is None:
+            raise errors.NotFound("no such sampler; its session may have ended", seen=name)
+        return found
+
+    def sample(self, fields: Mapping[str, Any], size: int) -> tuple[Future, list[str]]:
+        """Starts a sample; returns its future and the names of its sequences."""
+        body = bodies.SampleBody.read(fields)
+        sampler = self.sampler(body.sampling_session_id)
+        self.touch(sampler.session_id)
+        name = f"{sampler.name}:{body.seq_id}"
+        names = [f"{name}:{number}" for number in range(body.num_samples)]
+        future = self.futures.find(name)
+        if future is None:
+            future = self.futures.open(name, size)
+            self.futures.start(future, self._sample(sampler, body))
+        return future, names
+
+    async def _sample(self, sampler: Sampler, body: bodies.SampleBody) -> Result:
+        path = sampler.path
+        if path and not (self.config.folder / path).is_dir():
+            allowed = f"{self.config.kept_samplers} unnamed samplers of a client; others by name"
+            raise errors.NotFound("the weights are gone", seen=sampler.name, allowed=allowed)
+        return await self._samplers.sample(path, body)
