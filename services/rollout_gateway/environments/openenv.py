@@ -77,10 +77,10 @@ class OpenEnv:
         try:
             self._options = Options.model_validate(dict(parse_qsl(options, strict_parsing=True)))
             given = httpx.URL(url)
+            if given.scheme not in ("http", "https") or not given.host:
+                raise ValueError(url)
         except (ValueError, httpx.InvalidURL) as error:
             raise ConfigError("no OpenEnv server", seen=name, allowed=ALLOWED) from error
-        if given.scheme not in ("http", "https") or not given.host:
-            raise ConfigError("no OpenEnv server", seen=name, allowed=ALLOWED)
         self._url, self._field = url.rstrip("/"), self._options.action
         self._ended = asyncio.Condition()
         self._open = 0  # sessions of this instance
@@ -152,8 +152,8 @@ class OpenEnv:
                 finish = turn.finish
                 break
         reward = sum(rewards) if self._options.reward == "sum" else (rewards or [0.0])[-1]
-        told = reward if rewards else None
-        return Episode(task, _last_said(messages), finish, tuple(messages), told)
+        text, told = _last_said(messages), reward if rewards else None
+        return Episode(task, text, finish, tuple(messages), told)
 
     def _actions(self, message: Message, tools: Sequence[object]) -> list[_Act]:
         """The actions of a message with their calls; in place of an action that cannot be sent, the
@@ -171,8 +171,9 @@ class OpenEnv:
             else:
                 named = {"type": "call_tool", "tool_name": call.name, "arguments": arguments}
                 found.append((named, call))
-        fault = f"error: at most {kinds.MAX_CALLS} calls in one message"
-        late = _Result(observation={"text": fault})
+        late = _Result(
+            observation={"text": f"error: at most {kinds.MAX_CALLS} calls in one message"}
+        )
         return found + [(late, call) for call in message.tool_calls[kinds.MAX_CALLS :]]
 
     def _text(self, result: _Result) -> str:
@@ -195,8 +196,8 @@ class OpenEnv:
         Raises InvalidInput, Unavailable.
         """
         while True:
-            async with self._connected() as connection:
-                session = _Session(connection, self._url, self._options.deadline_s)
+            session = await self._connected()
+            try:
                 with suppress(_Full):
                     begun = await session.result("reset", reset)
                     self._open += 1
@@ -206,29 +207,24 @@ class OpenEnv:
                         self._open -= 1
                         async with self._ended:
                             self._ended.notify_all()
-                        await session.close()
                     return
+            finally:
+                await session.close()
             log.info("an OpenEnv server is full", url=self._url, own_sessions=self._open)
             async with self._ended:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(None if self._open else patient(FULL_S)):
                         await self._ended.wait()
 
-    @asynccontextmanager
-    async def _connected(self) -> AsyncIterator[Any]:
+    async def _connected(self) -> "_Session":
         websockets = _websockets()
-        place = "ws" + self._url.removeprefix("http") + "/ws"
-        limit_s = patient(self._options.deadline_s)
+        place, limit_s = "ws" + self._url.removeprefix("http") + "/ws", self._options.deadline_s
+        options = {"max_size": MAX_BYTES, "proxy": proxied(self._url) or None}
         try:
-            connection = await websockets.connect(
-                place, open_timeout=limit_s, max_size=MAX_BYTES, proxy=proxied(self._url) or None
-            )
-        except (OSError, TimeoutError, websockets.WebSocketException) as error:
+            found = await websockets.connect(place, open_timeout=patient(limit_s), **options)
+        except (OSError, websockets.WebSocketException) as error:
             raise _away(self._url, place, error) from error
-        try:
-            yield connection
-        finally:
-            await connection.close()
+        return _Session(found, self._url, limit_s)
 
 
 def _away(url: str, what: str, error: Exception) -> Unavailable:
@@ -267,9 +263,10 @@ class _Session:
         return found
 
     async def close(self) -> None:
-        """End the session on the server, if it still listens."""
+        """End the session on the server, if it still listens, and the connection."""
         with suppress(_websockets().WebSocketException, OSError):
             await self._connection.send(json.dumps({"type": "close"}))
+        await self._connection.close()
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         message = {"type": kind, "data": dict(data)}
