@@ -1,12 +1,16 @@
-"""A run as in examples/real/real.toml, on a pretrained model of 135M parameters, at a size for
+"""Runs as in examples/real/real.toml, on a pretrained model of 135M parameters, at a size for
 tests.
 """
 
 import json
+import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
-from demo_runs import demo, left_over
+from demo_runs import demo, left_over, wait_for
+
+from paceline.local.patience import patient
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
 REAL = Path(__file__).parents[2] / "examples" / "real" / "real.toml"
@@ -19,11 +23,21 @@ SIZES = (
 )
 
 
+def run_steps(real_model: Path, out: Path, steps: int, *words: str) -> subprocess.Popen[str]:
+    """A run of `steps` steps with 2 tasks and 2 samples each."""
+    config = ("--config", str(REAL), "--steps", str(steps), f"gateway.model={real_model}")
+    return demo(out, *config, *SIZES, *words)
+
+
+def steps_of(run: Path) -> list[dict[str, float]]:
+    """The learner's figures of each step."""
+    return [json.loads(line)["policy"] for line in (run / "steps.jsonl").read_text().splitlines()]
+
+
 def test_a_pretrained_model_trains_two_steps_on_generated_tasks(
     real_model: Path, reasoning_gym: Path, tmp_path: Path
 ) -> None:
-    words = ("--config", str(REAL), "--steps", "2", f"gateway.model={real_model}")
-    run = demo(tmp_path, *words, *SIZES)
+    run = run_steps(real_model, tmp_path, 2)
     shown, _ = run.communicate(timeout=840)
     assert run.returncode == 0, shown
     # one worker with all cores, and what it takes, are printed before the start
@@ -38,3 +52,54 @@ def test_a_pretrained_model_trains_two_steps_on_generated_tasks(
     assert found["trajectories_published"] == found["trajectories_trained"] == 2 * 4
     assert found["trajectories_lost"] == 0
     assert (summary.parent / "report.html").is_file()
+
+
+def test_a_run_that_is_killed_whole_and_then_loses_its_rank_trains_every_sample(
+    real_model: Path, reasoning_gym: Path, tmp_path: Path
+) -> None:
+    steps, every = 3, "policy_trainer.checkpoint_interval_steps=2"
+    first = run_steps(real_model, tmp_path, steps, every)
+    wait_for(first, "step 1/3")  # the second step has begun
+    parent = psutil.Process(first.pid)
+    for process in [*parent.children(recursive=True), parent]:
+        process.kill()
+    first.communicate(timeout=patient(60))
+
+    again = run_steps(real_model, tmp_path, steps, every, "--resume", "demo-0-1")
+    lines = wait_for(again, "step 2/3")
+    started = psutil.Process(again.pid).children(recursive=True)
+    (rank,) = [one for one in started if "policy_trainer.rank" in " ".join(one.cmdline())]
+    rank.kill()
+    shown, _ = again.communicate(timeout=patient(400))
+    assert again.returncode == 0, "".join(lines) + shown
+    assert "was killed by SIGKILL" in shown
+    run = tmp_path / "demo-0-1"
+    found = json.loads((run / "summary.json").read_text())
+    assert (found["steps"], found["policy_versions"], found["phase"]) == (steps, steps + 1, "finished")
+    assert found["trajectories_published"] == found["trajectories_trained"] == steps * 4
+    assert found["trajectories_lost"] == 0
+    assert left_over(tmp_path) == []
+
+
+def test_adapters_of_a_pretrained_model_are_trained_and_pushed_alone(
+    real_model: Path, reasoning_gym: Path, tmp_path: Path
+) -> None:
+    adapters = ("rank=8", "publish=adapters")
+    words = [f"policy_trainer.adapters.{one}" for one in adapters]
+    run = run_steps(real_model, tmp_path, 2, *words, "policy_trainer.optimizer.lr=1e-3")
+    shown, _ = run.communicate(timeout=patient(400))
+    assert run.returncode == 0, shown
+    steps = steps_of(tmp_path / "demo-0-1")
+    whole = (real_model / "model.safetensors").stat().st_size
+    assert all(0 < one["push_bytes"] < whole / 10 for one in steps)
+    assert all(one["behavior_gap"] < 1e-3 for one in steps)
+
+
+def test_a_pretrained_model_trains_with_a_critic_in_bfloat16(
+    real_model: Path, reasoning_gym: Path, tmp_path: Path
+) -> None:
+    words = ("policy_trainer.algorithm.name=ppo", "policy_trainer.compute_dtype=bfloat16")
+    run = run_steps(real_model, tmp_path, 2, *words)
+    shown, _ = run.communicate(timeout=patient(400))
+    assert run.returncode == 0, shown
+    assert all(one["grad_norm"] > 0 for one in steps_of(tmp_path / "demo-0-1"))
