@@ -59,8 +59,8 @@ def require(framework: str) -> None:
 def real_gateway(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A gateway of the pretrained model, whose template knows no tools."""
     chat = ("gateway.chat.tool_format=hermes", "gateway.chat.tool_prompt=default")
-    engine = ("gateway.engine.max_sequence_tokens=8192", "gateway.engine.workers=1")
-    engine += ("gateway.engine.max_batch=2",)
+    engine = ("gateway.engine.max_sequence_tokens=4096", "gateway.engine.workers=1")
+    engine += ("gateway.engine.max_batch=2", "gateway.engine.prefix_slots=2")
     folder = tmp_path_factory.mktemp("real")
     with gateway(folder, f"gateway.model={real_model}", *chat, *engine) as url:
         yield url
