@@ -133,12 +133,12 @@ def service(name: str) -> ServiceSpec:
         key, http = f"more_gateways.{int(number) - 1}", f"more_gateways_http.{int(number) - 1}"
         return replace(own, address_key=key, more_address_keys=(http,), links=(http,))
     wanted = name.replace("-", "_")
-    for spec in (*SERVICES, TINKER):
+    known = (*SERVICES, TINKER)
+    for spec in known:
         if spec.name == wanted:
             return spec
-    raise NotFound(
-        "no such service", seen=name, allowed=", ".join(spec.command_name for spec in SERVICES)
-    )
+    allowed = ", ".join(spec.command_name for spec in known)
+    raise NotFound("no such service", seen=name, allowed=allowed)
 
 
 def settings_of_run(files: Sequence[Path], overrides: Sequence[str]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from paceline.local.launch import RestartPolicy
 from paceline.local.ports import free_port, free_ports, require_free, split_address
 from paceline.local.processes import describe_exit, last_lines, last_words
 from paceline.local.redis import RedisLauncher, find_redis_server, launcher, resolved
-from paceline.local.services import SERVICES, service, services_of
+from paceline.local.services import SERVICES, TINKER, service, services_of
 from paceline.local.supervisor import run_launches
 from paceline.local.user_directory import short_directory
 from paceline.services.rollout_gateway.engines import ENGINES
@@ -45,7 +45,7 @@ def test_the_table_is_in_the_order_of_its_dependencies() -> None:
 
 
 def test_every_address_of_the_config_is_bound_by_exactly_one_service() -> None:
-    specs = services_of(2)
+    specs = (*services_of(2), TINKER)
     keys = [key for spec in specs for key in (spec.address_key, *spec.more_address_keys) if key]
     assert sorted(key.removesuffix(".0") for key in keys) == sorted(AddressesConfig.model_fields)
 
