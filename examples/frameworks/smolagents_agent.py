@@ -11,4 +11,5 @@ with traced(), connect() as client, client.session(task="bolts") as session:
     model = OpenAIModel("", max_tokens=256, api_base=url, api_key=key, client_kwargs=options)
     tools = [tool(stock), tool(price)]
     agent = ToolCallingAgent(tools, model, instructions=INSTRUCTIONS, verbosity_level=0)
+    agent.max_steps = 4
     settle(session, str(agent.run(QUESTION)))

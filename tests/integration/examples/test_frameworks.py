@@ -59,8 +59,8 @@ def require(framework: str) -> None:
 def real_gateway(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A gateway of the pretrained model, whose template knows no tools."""
     chat = ("gateway.chat.tool_format=hermes", "gateway.chat.tool_prompt=default")
-    engine = ("gateway.engine.max_sequence_tokens=4096", "gateway.engine.workers=1")
-    engine += ("gateway.engine.max_batch=2", "gateway.engine.prefix_slots=2")
+    engine = ("gateway.engine.max_sequence_tokens=8192", "gateway.engine.workers=1")
+    engine += ("gateway.engine.max_batch=2", "gateway.engine.embedded.prefix_slots=2")
     folder = tmp_path_factory.mktemp("real")
     with gateway(folder, f"gateway.model={real_model}", *chat, *engine) as url:
         yield url
@@ -76,10 +76,11 @@ def test_an_agents_run_on_a_real_model_is_scored_and_its_tokens_are_trained(
     script = f"frameworks/{'openai_' if framework == 'agents' else ''}{framework}_agent.py"
     done = run_example(script, "--url", real_gateway, timeout_s=patient(500))
     assert done.returncode == 0, done.stdout + done.stderr
-    found = re.fullmatch(
-        r"[01]  .*  \((\d+) turns in (\d+) branches; (\d+) of (\d+) tokens are trained\)\n",
+    # smolagents prints lines of its own before when the small model forms no valid call.
+    found = re.search(
+        r"^[01]  .*  \((\d+) turns in (\d+) branches; (\d+) of (\d+) tokens are trained\)\n\Z",
         done.stdout,
-        re.DOTALL,
+        re.DOTALL | re.MULTILINE,
     )
     assert found is not None, done.stdout
     turns, branches, trained, tokens = map(int, found.groups())
