@@ -97,6 +97,12 @@ class Tools(MCPEnvironment):  # type: ignore[misc]
         return State()
 
 
+def end_with_parent() -> None:
+    """Ends the process at the end of its standard input, which the test holds open."""
+    sys.stdin.read()
+    os._exit(0)
+
+
 def main(kind: str, port_file: str) -> None:
     if kind == "tools":
         app = create_fastapi_app(Tools, Action, Observation, max_concurrent_envs=64)
@@ -106,6 +112,7 @@ def main(kind: str, port_file: str) -> None:
     listening = socket.create_server(("127.0.0.1", 0))
     Path(port_file).write_text(str(listening.getsockname()[1]))
     Path(port_file).with_suffix(".listens").write_text("yes")  # a pipe: its reader waits
+    threading.Thread(target=end_with_parent, daemon=True).start()
     uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listening])
 
 

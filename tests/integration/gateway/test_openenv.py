@@ -33,14 +33,14 @@ def start_server(openenv_python: str, tmp_path: Path) -> Iterator[StartServer]:
         place = tmp_path / f"{kind}.port"
         os.mkfifo(place.with_suffix(".listens"))
         command = [openenv_python, str(PROGRAM), kind, str(place)]
-        started.append(subprocess.Popen(command, start_new_session=True))
+        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True))
         place.with_suffix(".listens").read_text()  # the server writes there once it listens
         return f"http://127.0.0.1:{place.read_text()}"
 
     yield start
     for one in started:
         one.kill()
-        one.wait()
+        one.communicate()
 
 
 def asked(served: Any, name: str, *resets: dict[str, Any], **options: Any) -> rpb.RunTasksRequest:
