@@ -68,7 +68,8 @@ def test_a_run_that_is_killed_whole_and_then_loses_its_rank_trains_every_sample(
     again = run_steps(real_model, tmp_path, steps, every, "--resume", "demo-0-1")
     lines = wait_for(again, "step 2/3")
     started = psutil.Process(again.pid).children(recursive=True)
-    (rank,) = [one for one in started if "policy_trainer.rank" in " ".join(one.cmdline())]
+    title = "python -m paceline.services.policy_trainer.rank"
+    (rank,) = [one for one in started if " ".join(one.cmdline()).startswith(title)]
     rank.kill()
     shown, _ = again.communicate(timeout=patient(400))
     assert again.returncode == 0, "".join(lines) + shown
@@ -86,7 +87,8 @@ def test_adapters_of_a_pretrained_model_are_trained_and_pushed_alone(
 ) -> None:
     adapters = ("rank=8", "publish=adapters")
     words = [f"policy_trainer.adapters.{one}" for one in adapters]
-    run = run_steps(real_model, tmp_path, 2, *words, "policy_trainer.optimizer.lr=1e-3")
+    words += ["policy_trainer.optimizer.lr=1e-3", "policy_trainer.compute_dtype=float32"]
+    run = run_steps(real_model, tmp_path, 2, *words)
     shown, _ = run.communicate(timeout=patient(400))
     assert run.returncode == 0, shown
     steps = steps_of(tmp_path / "demo-0-1")
@@ -98,8 +100,11 @@ def test_adapters_of_a_pretrained_model_are_trained_and_pushed_alone(
 def test_a_pretrained_model_trains_with_a_critic_in_bfloat16(
     real_model: Path, reasoning_gym: Path, tmp_path: Path
 ) -> None:
-    words = ("policy_trainer.algorithm.name=ppo", "policy_trainer.compute_dtype=bfloat16")
+    # enough answers that some are right
+    words = ("policy_trainer.algorithm.name=ppo", "coordinator.prompts_per_step=16")
     run = run_steps(real_model, tmp_path, 2, *words)
     shown, _ = run.communicate(timeout=patient(400))
     assert run.returncode == 0, shown
-    assert all(one["grad_norm"] > 0 for one in steps_of(tmp_path / "demo-0-1"))
+    steps = steps_of(tmp_path / "demo-0-1")
+    assert all(one["grad_norm"] > 0 and one["value_loss"] > 0 for one in steps)
+    assert all(one["skipped_updates"] == 0 for one in steps)
