@@ -76,7 +76,11 @@ def test_a_run_that_is_killed_whole_and_then_loses_its_rank_trains_every_sample(
     assert "was killed by SIGKILL" in shown
     run = tmp_path / "demo-0-1"
     found = json.loads((run / "summary.json").read_text())
-    assert (found["steps"], found["policy_versions"], found["phase"]) == (steps, steps + 1, "finished")
+    assert (found["steps"], found["policy_versions"], found["phase"]) == (
+        steps,
+        steps + 1,
+        "finished",
+    )
     assert found["trajectories_published"] == found["trajectories_trained"] == steps * 4
     assert found["trajectories_lost"] == 0
     assert left_over(tmp_path) == []
