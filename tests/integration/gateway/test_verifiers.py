@@ -102,6 +102,7 @@ async def test_a_rubric_of_groups_scores_siblings_together(
     assert {int(one.reward.parts["rank"]) // 4 for one in found} == {1}  # four siblings each
 
 
+@pytest.mark.slow
 async def test_the_same_call_draws_the_same_tokens(serve: Any, verifiers_python: str) -> None:
     name, first = "verifiers:tiny_sums", slice(0, 1)
     hashes = []
@@ -112,6 +113,7 @@ async def test_the_same_call_draws_the_same_tokens(serve: Any, verifiers_python:
     assert hashes[0] == hashes[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
@@ -133,6 +135,7 @@ async def test_a_fault_of_the_environment_fails_its_samples_alone(
     assert words in capfd.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["hangs", "blocks"])
 async def test_a_hanging_environment_costs_its_sample_and_not_the_call(
     serve: Any, verifiers_python: str, fault: str
@@ -146,6 +149,7 @@ async def test_a_hanging_environment_costs_its_sample_and_not_the_call(
     assert len(found) == 2
 
 
+@pytest.mark.slow
 async def test_a_dying_environment_fails_its_sample_after_its_attempts(
     serve: Any, verifiers_python: str
 ) -> None:
