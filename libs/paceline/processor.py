@@ -90,3 +90,12 @@ def keep_freed_memory() -> bool:
     )
     accepted = [libc.mallopt(parameter, value) == 1 for parameter, value in wanted]
     return all(accepted)
+
+
+def give_back_heap() -> None:
+    """Returns freed memory of this process's heap to the system, where the C library can.
+    `keep_freed_memory` keeps it between two such calls.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline import errors
+from paceline.processor import give_back_heap
 from paceline.ranks.messages import Impaired, ProgressReport, Save, Saved
 from paceline.services.policy_trainer import messages, metrics, publish, rank_zero
 from paceline.services.policy_trainer.audit import audit_figures, judged
@@ -21,7 +22,6 @@ from paceline.services.policy_trainer.learn.learner import Learner
 from paceline.tagged_json import from_object, to_object
 from paceline.telemetry import extract, names, span
 from paceline.training import checkpoints, process, shards
-from paceline.training.offload import give_back_heap
 
 _PREFIX = "step-"  # a checkpoint's number is its policy version
 SKIPPED_IN_ROW = 3

@@ -1,6 +1,5 @@
 """Frees the device memory of tensors while another process computes on the device."""
 
-import ctypes
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -18,13 +17,6 @@ def give_back_cached() -> None:
     if torch.cuda.is_available():
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
-
-
-def give_back_heap() -> None:
-    """Returns freed memory of this process's heap to the system, where the C library can."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 _Key = tuple[int, ...]
