@@ -82,9 +82,9 @@ def stopped(served: Served) -> None:
     served.process.wait(patient(STOP_S))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """One service for all tests."""
+    """One service for the tests of a file. It ends with them: other files count ranks."""
     found = started(tmp_path_factory.mktemp("tinker") / "run")
     try:
         yield found
