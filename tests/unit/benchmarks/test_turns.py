@@ -49,6 +49,17 @@ async def test_who_was_last_is_first_in_the_next_round() -> None:
     assert await order_of(a=0, b=0, c=0) == "abccbaabccba"
 
 
+async def test_other_work_has_a_turn_in_each_round() -> None:
+    told: list[str] = []
+    run: Any = Scripted(DemoPlan(Path("runs"), 0, "a", 3, ()), told)
+
+    async def beside() -> None:
+        told.append("+")
+
+    await turns._take_turns([run], beside)
+    assert "".join(told) == "a+a+a+"
+
+
 async def test_who_is_behind_catches_up_first() -> None:
     assert await order_of(a=1, b=3) == "aaab"
 
