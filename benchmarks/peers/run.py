@@ -13,6 +13,7 @@ environments of their own: --install makes them with pip, and compiles llama.cpp
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -32,6 +33,7 @@ from benchmarks.processes import BenchChild, answering
 from benchmarks.result import BenchResult, Goal, Row, paired_ratio, ratio_goal, say
 from benchmarks.serving import random_prompt
 from paceline.errors import InvalidInput, NotFound, Unavailable
+from paceline.local.forking import IMPORT_ENVIRONMENT
 from paceline.local.patience import patient
 from paceline.local.processes import child_environment, last_lines
 from paceline.models.config import read_config
@@ -47,6 +49,7 @@ MOST_AT_ONCE = 32
 SAMPLED = (0.8, 0.95)  # temperature and top-p
 FEWEST_TURNS, NEVER_SLOWER, SAMPLED_GOAL = 3, 1.0, 0.9
 LOAD_S, CASE_S = 600.0, 300.0
+BUSY = (sys.executable, "-c", "while True: pass")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--turns", type=above_zero(int), default=5, help="of each engine; medians count")
     option("--new-tokens", type=above_zero(int), default=64, help="of every prompt, at least 2")
     option("--prefill", type=counts, default=(512, 4000), help="tokens of prompts to prefill")
+    option("--busy", type=int, default=0, help="other processes that keep a core busy meanwhile")
     option("--markdown", type=Path, help="also write the tables to this file")
 
 
@@ -154,7 +158,8 @@ async def run(options: argparse.Namespace) -> BenchResult:
             goals += judged(dtype, cases, sides)
             for side, _ in sides:
                 found |= {f"{side.name}: {name}": one for name, one in side.versions.items()}
-    title = f"{model.name}, {options.threads} threads, {options.turns} turns"
+    beside = f", {options.busy} busy processes" if options.busy else ""
+    title = f"{model.name}, {options.threads} threads, {options.turns} turns{beside}"
     result = BenchResult(title, rows, goals, versions=found)
     if options.markdown:
         options.markdown.write_text(markdown(result))
@@ -230,6 +235,8 @@ async def in_turns(
             "scratch": str(scratch),
         }
         peers = [await started(name, scratch, plan, stack) for name in names]
+        for _ in range(options.busy):
+            await stack.enter_async_context(answering("a busy process", BUSY))
         for turn in range(options.turns + 1):
             first = turn % len(peers)
             for case in cases:
@@ -252,7 +259,9 @@ async def started(
     command = (str(python), str(Path(__file__).with_name("sides.py")), name)
     environment = {"OMP_NUM_THREADS": str(plan["threads"]), "HF_HUB_OFFLINE": "1"}
     whole = child_environment(environment)
-    if name != US:
+    if name == US:
+        whole |= IMPORT_ENVIRONMENT  # as workers have
+    else:
         whole.pop("PYTHONPATH", None)  # its packages are its environment's
     file = stack.enter_context(log.open("wb"))
     child = await stack.enter_async_context(answering(name, command, file, whole))

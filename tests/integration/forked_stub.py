@@ -31,6 +31,7 @@ def main() -> int | None:
         "argv": sys.argv,
         "input": sys.stdin.read(),
         "word": os.environ["WORD"],
+        "turns": os.environ.get("GOMP_SPINCOUNT"),
         "drawn": random.random(),
         "sigterm": signal.getsignal(signal.SIGTERM) is signal.SIG_DFL,
         "sigchld": signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL,

@@ -67,6 +67,7 @@ async def test_forks_share_one_import_and_nothing_else(make: Make, tmp_path: Pat
     assert len({first["parent"], os.getpid(), *(each.pid for each in forks)}) == 4
     assert (first["as"], first["argv"], first["word"]) == ("forked_stub", ["forked_stub"], "exit")
     assert (first["input"], first["sigterm"], first["sigchld"]) == ("", True, True)
+    assert first["turns"] == "2000"  # waiting threads leave their core to other processes
     assert first["blocked"] == 0
     assert first["drawn"] != second["drawn"]
 

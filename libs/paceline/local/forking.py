@@ -21,8 +21,17 @@ from paceline.local.forkserver import ORDER_BYTES, ForkOrder
 FORKSERVER_VARIABLE = "PACELINE_FORKSERVER"
 """Socket path of the run's forkserver; absent or "" without one."""
 
-IMPORT_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
-"""Environment of the importing process: numpy's BLAS starts its threads at import."""
+IMPORT_ENVIRONMENT = {
+    name: os.environ.get(name, value)
+    for name, value in {"OPENBLAS_NUM_THREADS": "1", "GOMP_SPINCOUNT": "2000"}.items()
+}
+"""Environment of the importing process, which its libraries read at import.
+
+numpy's BLAS starts its threads then. libgomp's threads, which compute torch's products, turn this
+often before they sleep. After libgomp's own 300,000 turns they have used up their share of a core
+that other processes want. Rounds of decoding then take several times as long as after 2,000, and
+without such processes equally long (benchmarks/results/2026-11-30-peers.md).
+"""
 
 _WAITING = 128
 _numbers = itertools.count(1)
