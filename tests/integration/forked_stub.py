@@ -13,6 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 IMPORTED_BY = os.getpid()
+TURNS = os.environ.get("GOMP_SPINCOUNT")  # libraries read it at their import
 print("imported", flush=True)
 match os.environ.get("STUB_IMPORT"):
     case "thread":
@@ -31,7 +32,7 @@ def main() -> int | None:
         "argv": sys.argv,
         "input": sys.stdin.read(),
         "word": os.environ["WORD"],
-        "turns": os.environ.get("GOMP_SPINCOUNT"),
+        "turns": TURNS,
         "drawn": random.random(),
         "sigterm": signal.getsignal(signal.SIGTERM) is signal.SIG_DFL,
         "sigchld": signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL,
