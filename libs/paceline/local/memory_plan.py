@@ -260,7 +260,7 @@ def engine_plan(model: ModelConfig, gateway: Any, gpu: int) -> ServicePlan:
     if embedded and small and not engine.profile and matrix >= processor.FEWEST_BYTES:
         parts["packed weights"] = parts["weights"]
     if embedded and "self" in {gateway.drafter, *map(speculator_of, gateway.speculation.arms)}:
-        parts["rounded weights"] = parts["weights"] // ITEM[engine.dtype]
+        parts["rounded weights"] = parts["weights"] // ITEM[engine.dtype] * 5 // 8
     return ServicePlan("gateway", gateway.worker_count, parts)
 
 

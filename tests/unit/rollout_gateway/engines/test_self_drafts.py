@@ -1,5 +1,5 @@
-"""The policy drafts for itself with rounded weights: the same tokens, nearly every draft accepted,
-and no weights of an earlier policy.
+"""The policy drafts for itself with rounded weights: the same tokens, many drafts accepted, and no
+weights of an earlier policy.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ from paceline.services.rollout_gateway.engines.sglang.plugin.arms import parse_a
 from paceline.trajectory import NEAR_TIE_GAP, Target, VersionSet
 
 ARM = "self:4_1_5"
+ACCEPTED = 0.3
+"""Least share of accepted drafts. Random weights bear four bits badly: another policy's drafts are
+accepted at 0.05, a pretrained policy's own at 0.8.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +74,12 @@ def accepted_share(engine: EmbeddedEngine) -> float:
 
 
 @pytest.mark.parametrize("options", [{}, {"profile": "int8_w8a8"}])
-def test_nearly_every_draft_is_accepted_and_no_token_depends_on_it(
+def test_many_drafts_are_accepted_and_no_token_depends_on_them(
     folder: Path, options: dict[str, object]
 ) -> None:
     engine = build(folder, verify_budget=False, **options)
     assert generate(engine) == generate(build(folder, drafter="off", arms=(), **options))
-    assert accepted_share(engine) > 0.8
+    assert accepted_share(engine) > ACCEPTED
 
 
 def test_drafts_are_those_of_the_committed_policy_from_its_commit_on(folder: Path) -> None:
@@ -83,7 +87,7 @@ def test_drafts_are_those_of_the_committed_policy_from_its_commit_on(folder: Pat
     engine.prepare_weights(Target.POLICY, 1, folder / "later")
     engine.commit_weights(VersionSet(1, 1, 0), PauseMode.RETRACT)
     assert generate(engine) == generate(build(folder, "later", drafter="off", arms=()))
-    assert accepted_share(engine) > 0.8
+    assert accepted_share(engine) > ACCEPTED
 
 
 def test_rounded_weights_are_freed_with_the_policys_and_come_back(folder: Path) -> None:
@@ -97,7 +101,7 @@ def test_rounded_weights_are_freed_with_the_policys_and_come_back(folder: Path) 
     engine.resume_memory()
     assert live_bytes() > held
     assert generate(engine) == expected
-    assert accepted_share(engine) > 0.6
+    assert accepted_share(engine) > ACCEPTED
 
 
 def test_it_drafts_beside_another_kind_only_where_an_arm_names_it(folder: Path) -> None:
