@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.demo_runs import demo_folder
 from benchmarks.engine import compared, gateways, sections
+from benchmarks.engine.pretrained import pretrained
 from benchmarks.engine.promotions import promotions
 from benchmarks.engine.sections import Extent, Findings
 from benchmarks.options import above_zero, counts
@@ -33,6 +34,7 @@ SECTIONS: dict[str, Callable[[Extent], Awaitable[Findings]]] = {
     "bf16": compared.in_bf16,
     "threads": sections.more_threads,
     "profile": compared.profile,
+    "pretrained": pretrained,
     "launch": gateways.launch,
     "capture": gateways.capture,
 }
@@ -83,7 +85,7 @@ def chosen_sections(text: str) -> list[str]:
 
     Raises InvalidInput for an unknown section.
     """
-    named = set(text.split(",")) if text else set(SECTIONS)
+    named = set(text.split(",")) if text else set(SECTIONS) - {"pretrained"}  # a model to fetch
     if not named <= set(SECTIONS):
         raise InvalidInput("no such section", seen=text, allowed=", ".join(SECTIONS))
     return [name for name in SECTIONS if name in named]
