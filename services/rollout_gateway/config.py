@@ -44,8 +44,6 @@ class SessionsConfig(Config):
     """Maximum number of open sessions; further sessions are refused."""
     timeout_s: float = Field(default=3600, gt=0)
     """Silence after which a session ends unscored, seconds."""
-    implicit: bool = True
-    """Whether callers without a session key get one session per conversation."""
     implicit_timeout_s: ClassVar[float] = 600  # silence after which such a session ends, seconds
     max_turns: int = Field(default=512, ge=1)
     """Maximum generations per session."""
@@ -253,9 +251,6 @@ class GatewayConfig(ServiceConfig):
     """Your own simulated users for tool_use: name in the tasks' metadata "interaction", and
     package.module:Class or file.py:Class. A single user applies to all tasks."""
     rewards: RewardsConfig = RewardsConfig()
-    siblings: Literal["together", "dealt"] = "together"
-    """Placement of a task's samples. together: on one worker, as far as shares stay equal, so that
-    workers end apart and lend their slots; dealt: in turn over the workers."""
     release_after_s: ClassVar[float] = 1.0  # idle time before a worker lends its slot
     reclaim_after_s: ClassVar[float] = 2.0  # callers' wait before the drafter's slots are reclaimed
 
