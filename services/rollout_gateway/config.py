@@ -182,20 +182,6 @@ class RemoteRewardConfig(Config):
     parallel: ClassVar[int] = 64  # maximum concurrent requests
 
 
-class ModelRewardConfig(Config):
-    """A reward model: a sequence-classification checkpoint in its own process."""
-
-    model: str = ""
-    """Checkpoint directory."""
-    threads: int = Field(default=1, ge=1)
-    """Compute threads."""
-    max_batch: ClassVar[int] = 16  # maximum texts per batch
-    max_tokens: int = Field(default=2048, ge=8)
-    """Maximum tokens of a text; a longer text loses its beginning."""
-    deadline_s: float = Field(default=60, gt=0)
-    """Maximum time of a score, seconds."""
-
-
 class RewardsConfig(Config):
     """Reward rules."""
 
@@ -211,7 +197,6 @@ class RewardsConfig(Config):
     """Weighted sums of rules: name in requests, and a weight for each rule."""
     sandbox: SandboxConfig = SandboxConfig()
     remote: RemoteRewardConfig = RemoteRewardConfig()
-    model: ModelRewardConfig = ModelRewardConfig()
 
 
 class GatewayConfig(ServiceConfig):
