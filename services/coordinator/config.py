@@ -103,9 +103,9 @@ class CoordinatorConfig(ServiceConfig):
     steps: int = Field(default=200, ge=0)
     """Number of RL steps."""
     tasks_path: str = ""
-    """Training tasks: .jsonl, .parquet, a directory that datasets wrote with save_to_disk, or
-    reasoning_gym:FAMILY,FAMILY. Empty with environment "external": agents bring their own tasks
-    (open traffic). Empty with "verifiers:ID": the environment's own dataset.
+    """Training tasks: .jsonl, .parquet or reasoning_gym:FAMILY,FAMILY. Empty with environment
+    "external": agents bring their own tasks (open traffic). Empty with "verifiers:ID": the
+    environment's own dataset.
     """
     heldout_path: str = ""
     """Held-out tasks, such as "verifiers:ID#eval"; empty: no evaluations."""
