@@ -103,6 +103,18 @@ async def test_a_rubric_of_groups_scores_siblings_together(
 
 
 @pytest.mark.slow
+async def test_siblings_of_a_sample_that_fails_are_scored_without_it(
+    serve: Any, verifiers_python: str
+) -> None:
+    async with serve() as served:
+        name, first = "verifiers:tiny_sums?kind=survivors", slice(0, 1)
+        found = await run(served, name, verifiers_python, wanted=first, samples_per_task=6)
+    scored = [one for one in found if one.HasField("reward")]
+    assert 0 < len(scored) < len(found)
+    assert {int(one.reward.parts["rank"]) for one in scored} == {len(scored)}
+
+
+@pytest.mark.slow
 async def test_the_same_call_draws_the_same_tokens(serve: Any, verifiers_python: str) -> None:
     name, first = "verifiers:tiny_sums", slice(0, 1)
     hashes = []
