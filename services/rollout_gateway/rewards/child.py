@@ -7,7 +7,6 @@ rule, settings or infrastructure.
 import asyncio
 import sys
 from asyncio.subprocess import PIPE
-from dataclasses import replace
 
 from paceline.errors import ConfigError, DataLoss, DeadlineExceeded, Unavailable
 from paceline.local import patience, user_directory
@@ -62,14 +61,14 @@ class ChildPlace:
     async def _score(
         self, path: str, episode: Episode | None, deadline_s: float
     ) -> Scored | Raised:
-        child, rule = await self._running(), RuleRequest(path)
+        child = await self._running()
         if path not in self._loaded:
-            await _ask(child, rule, patience.patient(LOAD_S))
+            await _ask(child, RuleRequest(path), patience.patient(LOAD_S))
             self._loaded.add(path)
         if episode is None:
             return Scored()
         try:
-            return await _ask(child, replace(rule, episode=episode), deadline_s)
+            return await _ask(child, RuleRequest(path, episode), deadline_s)
         except DeadlineExceeded as error:
             message = f"no answer in {deadline_s} s; its process was ended"
             raise Unscored("deadline", message) from error
