@@ -298,7 +298,7 @@ def verifiers_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(found)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def openenv_python() -> str:
     """A Python with OpenEnv's package, for a server."""
     return str(_python_of("openenv", "openenv>=0.10,<0.11"))

@@ -44,6 +44,15 @@ class Sure(vf.MultiTurnEnv):  # type: ignore[misc]
         return [{"role": "user", "content": "Are you sure?"}]
 
 
+class OnlyRight(Sure):
+    """Raises after an answer that is not the row's."""
+
+    async def env_response(self, messages: Any, state: Any, **options: Any) -> Any:
+        if not says(messages, state["answer"]):
+            raise RuntimeError("the answer is wrong")
+        return await super().env_response(messages, state, **options)
+
+
 class Failing(vf.SingleTurnEnv):  # type: ignore[misc]
     """Fails on the row `count` in the way that its argument names."""
 
@@ -98,8 +107,10 @@ def load_environment(kind: str = "single", fault: str = "") -> vf.Environment:
         return vf.ToolEnv(
             tools=[weather], max_turns=3, dataset=Dataset.from_list(asked), rubric=rubric
         )
-    if kind == "group":
+    if kind in ("group", "survivors"):
         rubric.add_reward_func(rank, weight=1.0)
+    if kind == "survivors":
+        return OnlyRight(max_turns=2, rubric=rubric, **data)
     if kind == "failing":
         failing = Failing(fault, rubric=rubric, **data)
         if fault == "rewardless":

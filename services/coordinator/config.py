@@ -59,8 +59,6 @@ class EvaluationConfig(Config):
     """Reward above which a sample solves its task."""
     every: int = Field(default=0, ge=0)
     """RL steps between two accuracies; 0: only at the start and the end."""
-    forced_arm: str = ""
-    """Arm of the accuracy; empty: the bandit chooses."""
     probe_prompts: int = Field(default=64, ge=0)
     """Number of held-out prompts of the acceptance probe; 0: no probe."""
     probe_every: int = Field(default=10, ge=0)
@@ -105,9 +103,9 @@ class CoordinatorConfig(ServiceConfig):
     steps: int = Field(default=200, ge=0)
     """Number of RL steps."""
     tasks_path: str = ""
-    """Training tasks: .jsonl, .parquet, a directory that datasets wrote with save_to_disk, or
-    reasoning_gym:FAMILY,FAMILY. Empty with environment "external": agents bring their own tasks
-    (open traffic). Empty with "verifiers:ID": the environment's own dataset.
+    """Training tasks: .jsonl, .parquet or reasoning_gym:FAMILY,FAMILY. Empty with environment
+    "external": agents bring their own tasks (open traffic). Empty with "verifiers:ID": the
+    environment's own dataset.
     """
     heldout_path: str = ""
     """Held-out tasks, such as "verifiers:ID#eval"; empty: no evaluations."""
@@ -178,8 +176,6 @@ class CoordinatorConfig(ServiceConfig):
     """
     training_interval_steps: int = Field(default=10, ge=1)
     """RL steps between two trainings of the drafter."""
-    min_workers_for_training: int = Field(default=1, ge=1)
-    """Minimum released workers before a lease of the drafter."""
     max_drafter_slots: int = Field(default=1, ge=1)
     """Maximum slots leased to the drafter."""
     max_drafter_steps: int = Field(default=0, ge=0)

@@ -62,7 +62,7 @@ IDLE_TIME = Counter(
     "s",
     ("cause",),
     "idle slot-seconds of slot_time by cause: untrained, trainer_away, trainer_done, commit, "
-    "enough, giving_back, serial, hand_over, too_few or leasing",
+    "enough, giving_back, serial, hand_over or leasing",
 )
 STEPS = Counter("paceline.coordinator.steps", "{step}", (), "committed RL steps")
 RESPONSE_TOKENS = Counter(

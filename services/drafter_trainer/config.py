@@ -20,7 +20,7 @@ class DrafterOptimizerConfig(OptimizerConfig):
     AdamW. Muon's products cost as much as 3.7 tokens per hidden unit: use at least as many tokens
     per step, or choose adamw.
     """
-    iterations: int = Field(default=3, ge=1, le=10)
+    iterations: ClassVar[int] = 3
     """Newton-Schulz iterations of Muon; more iterations are more exact and slower."""
     average: float = Field(default=0.98, ge=0, lt=1)
     """Decay per step of the averaged weights, which are evaluated, served and kept; 0: the last
@@ -115,8 +115,6 @@ class DrafterTrainerConfig(ServiceConfig):
     """Maximum wait of an activation for rows, seconds."""
     checkpoint_interval_s: float = Field(default=20.0, gt=0)
     """Time between two checkpoints, seconds."""
-    resume: bool = True
-    """Whether the trainer continues from the run's newest checkpoint."""
     optimizer: DrafterOptimizerConfig = DrafterOptimizerConfig()
     buffer: BufferConfig = BufferConfig()
     gate: GateConfig = GateConfig()

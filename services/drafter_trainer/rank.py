@@ -60,8 +60,7 @@ class Rank(trainer.DrafterTrainer):
         super().__init__(config, own, rows, trainer.TrainerLink(ranks), candidates)
         self._writer = checkpoints.CheckpointWriter(directory / "drafter", self._export)
         self._saved_steps, self._saved_at = 0, time.monotonic()
-        if config.resume:
-            self._resume(directory / "drafter")
+        self._resume(directory / "drafter")
         self.link.on_command = self.obey
         redis, name = config.redis.features, run_key(config.run.id, "features")
         self._feed = store.RowFeed(

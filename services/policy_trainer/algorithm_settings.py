@@ -77,7 +77,7 @@ class AlgorithmConfig(Config):
     """Number of passes over the batch per step."""
     aggregation: Aggregation = "token_mean"
     """Aggregation of token losses."""
-    aggregation_tokens: int = Field(default=1024, ge=1)
+    aggregation_tokens: ClassVar[int] = 1024
     """Divisor of a sequence's loss with aggregation `constant`, tokens."""
     entropy_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
@@ -166,11 +166,9 @@ class DapoConfig(AlgorithmConfig):
     clip_high: float = Field(default=0.28, ge=0)
     """Upper clip of the ratio: 1 + clip_high."""
     overlong_tokens: int = Field(default=0, ge=0)
-    """Generated tokens of a session with the full penalty; 0: no penalty."""
+    """Generated tokens of a session with the full penalty, a reward of 1; 0: no penalty."""
     overlong_buffer: int = Field(default=0, ge=0)
     """Tokens below that limit over which the penalty grows."""
-    overlong_penalty: float = Field(default=1.0, ge=0)
-    """Penalty on the reward of a session at the limit."""
 
     @model_validator(mode="after")
     def _buffer_below_limit(self) -> DapoConfig:

@@ -44,8 +44,6 @@ class SessionsConfig(Config):
     """Maximum number of open sessions; further sessions are refused."""
     timeout_s: float = Field(default=3600, gt=0)
     """Silence after which a session ends unscored, seconds."""
-    implicit: bool = True
-    """Whether callers without a session key get one session per conversation."""
     implicit_timeout_s: ClassVar[float] = 600  # silence after which such a session ends, seconds
     max_turns: int = Field(default=512, ge=1)
     """Maximum generations per session."""
@@ -184,20 +182,6 @@ class RemoteRewardConfig(Config):
     parallel: ClassVar[int] = 64  # maximum concurrent requests
 
 
-class ModelRewardConfig(Config):
-    """A reward model: a sequence-classification checkpoint in its own process."""
-
-    model: str = ""
-    """Checkpoint directory."""
-    threads: int = Field(default=1, ge=1)
-    """Compute threads."""
-    max_batch: ClassVar[int] = 16  # maximum texts per batch
-    max_tokens: int = Field(default=2048, ge=8)
-    """Maximum tokens of a text; a longer text loses its beginning."""
-    deadline_s: float = Field(default=60, gt=0)
-    """Maximum time of a score, seconds."""
-
-
 class RewardsConfig(Config):
     """Reward rules."""
 
@@ -213,7 +197,6 @@ class RewardsConfig(Config):
     """Weighted sums of rules: name in requests, and a weight for each rule."""
     sandbox: SandboxConfig = SandboxConfig()
     remote: RemoteRewardConfig = RemoteRewardConfig()
-    model: ModelRewardConfig = ModelRewardConfig()
 
 
 class GatewayConfig(ServiceConfig):
@@ -253,9 +236,6 @@ class GatewayConfig(ServiceConfig):
     """Your own simulated users for tool_use: name in the tasks' metadata "interaction", and
     package.module:Class or file.py:Class. A single user applies to all tasks."""
     rewards: RewardsConfig = RewardsConfig()
-    siblings: Literal["together", "dealt"] = "together"
-    """Placement of a task's samples. together: on one worker, as far as shares stay equal, so that
-    workers end apart and lend their slots; dealt: in turn over the workers."""
     release_after_s: ClassVar[float] = 1.0  # idle time before a worker lends its slot
     reclaim_after_s: ClassVar[float] = 2.0  # callers' wait before the drafter's slots are reclaimed
 

@@ -121,9 +121,6 @@ FEATURE_BATCHES = Counter("paceline.gateway.feature_batches", "{batch}", (), "ba
 FEATURE_ROWS_DROPPED = Counter(
     "paceline.gateway.feature_rows_dropped", "{row}", (), "hidden rows that found no room"
 )
-ENVIRONMENT_RUNNING = UpDownCounter(
-    "paceline.gateway.environment.running", "{sample}", (), "samples of environments of verifiers"
-)
 ENVIRONMENT_ATTEMPTS = Counter(
     "paceline.gateway.environment.attempts",
     "{attempt}",

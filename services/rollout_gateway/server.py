@@ -126,7 +126,7 @@ async def running(
             http.should_exit = True
             await asyncio.gather(server.stop(STOP_GRACE_S), http_task)
     finally:
-        await rollouts.runs.hosts.stop()
+        await rollouts.runs.stop()
         if forward is not None:
             await forward.close()
         await gateway.stop()

@@ -101,6 +101,7 @@ async def test_a_process_that_was_stopped_for_less_than_the_limit_is_alive() -> 
         assert not child.ended.done()
 
 
+@pytest.mark.slow
 async def test_on_a_machine_loaded_five_times_over_nobody_is_killed() -> None:
     with five_times_over():
         async with watched() as one, watched() as other:

@@ -119,6 +119,7 @@ async def test_two_ranks_train_push_checkpoint_and_acknowledge(
     )
 
 
+@pytest.mark.slow
 async def test_a_rank_writes_its_last_spans_before_it_ends(
     tmp_path: Path, model_dir: Path, redis_url: str, run_id: str
 ) -> None:

@@ -69,6 +69,7 @@ def test_an_environment_trains_two_steps(verifiers_python: str, tmp_path: Path) 
         assert step["reward_parts"]["num_turns"] == 1
 
 
+@pytest.mark.slow
 async def test_an_evaluation_equals_the_packages_own(verifiers_python: str, tmp_path: Path) -> None:
     words = ["--temperature", "0", "--max-tokens", "24", "--json"]
     words += [f"run.verifiers_python={verifiers_python}", "gateway.engine.workers=1"]

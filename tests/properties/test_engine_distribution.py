@@ -109,7 +109,7 @@ REJECTION = {"verification": "rejection"}
         pytest.param("dflash", "dflash:3_2_7", {}, marks=pytest.mark.slow),
         pytest.param("dflash", "dflash:3_1_4", REJECTION, marks=pytest.mark.slow),
         pytest.param("ngram", "ngram:4_1_5", REJECTION, marks=pytest.mark.slow),
-        ("self", "self:3_1_4", {}),
+        pytest.param("self", "self:3_1_4", {}, marks=pytest.mark.slow),
         pytest.param("self", "self:3_1_4", REJECTION, marks=pytest.mark.slow),
     ],
 )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from drawn_cases import case_count
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -74,7 +75,6 @@ class World(RuleBasedStateMachine):
         workers=st.integers(1, 4),
         slots_per_worker=st.integers(1, 2),
         interval=st.integers(1, 2),
-        minimum=st.integers(1, 2),
         drafter_slots=st.integers(1, 4),
         evaluations=st.booleans(),
         serial=st.booleans(),
@@ -87,7 +87,6 @@ class World(RuleBasedStateMachine):
         workers: int,
         slots_per_worker: int,
         interval: int,
-        minimum: int,
         drafter_slots: int,
         evaluations: bool,
         serial: bool,
@@ -100,7 +99,6 @@ class World(RuleBasedStateMachine):
             slots_per_worker=slots_per_worker,
             total_steps=3,
             training_interval_steps=interval,
-            min_workers_for_training=minimum,
             max_drafter_slots=drafter_slots,
             train_during_push=pushing,
             serial_drafter=serial,
@@ -426,6 +424,6 @@ class World(RuleBasedStateMachine):
 
 
 World.TestCase.settings = hypothesis_settings(
-    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=case_count(150), stateful_step_count=40, deadline=None, derandomize=True
 )
 TestWorld = World.TestCase

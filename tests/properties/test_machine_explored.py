@@ -26,7 +26,7 @@ THREE = RunSettings(workers=3, total_steps=2, training_interval_steps=1)
 APART = replace(THREE, placement=Placement.DISAGGREGATED, learner_slots=1)
 ONE_OFF = {"schedule": Schedule.ONE_STEP_OFF, "max_policy_lag": 1}
 ASYNC = {"schedule": Schedule.FULLY_ASYNC, "max_policy_lag": 1, "groups_per_step": 1}
-TWO_SLOTS = replace(THREE, min_workers_for_training=2, max_drafter_slots=2)
+TWO_SLOTS = replace(THREE, max_drafter_slots=2)
 JOINING = replace(THREE, total_steps=1, max_drafter_slots=2)
 PROBED = replace(THREE, training_interval_steps=2, probe_enabled=True, probe_every=1)
 SERIAL = replace(THREE, serial_drafter=True)
@@ -247,7 +247,7 @@ def training_starts_when_the_rules_allow(state: State) -> None:
         and not state.lost
         and state.committing is None
         and computing
-        and workers.counted(WorkerState.RELEASED) >= settings.min_workers_for_training
+        and workers.counted(WorkerState.RELEASED)
     )
     assert state.lease is not None or state.drafter_benched or not drafter_may
     draws = state.rollouts.draws

@@ -29,7 +29,7 @@ from paceline.services.rollout_gateway.environments.kinds import (
     reply_of,
 )
 from paceline.services.rollout_gateway.environments.table import Equipment, environment
-from paceline.services.rollout_gateway.rewards.child_program import RuleRequest, build_rule
+from paceline.services.rollout_gateway.rewards.child_program import build_rule, score
 from paceline.tasks import Task, write_tasks
 
 PAGE = Path(__file__).parents[2] / "docs" / "plugins.md"
@@ -127,9 +127,9 @@ async def test_the_user_scores_and_ends_the_dialogue(examples: dict[str, str]) -
 
 def test_the_reward_rule_scores_an_episode(examples: dict[str, str]) -> None:
     with Runner() as runner:
-        rule = build_rule(RuleRequest(examples["gateway.rewards.own.brevity"]), runner)
+        rule = build_rule(examples["gateway.rewards.own.brevity"])
         episodes = [Episode(EpisodeTask("t", "p", ""), "x" * n, "stop") for n in (0, 350)]
-        assert rule(tuple(episodes)) == (1.0, 0.25)
+        assert [score(rule, one, runner) for one in episodes] == [1.0, 0.25]
 
 
 def test_the_algorithm_has_its_own_advantages(examples: dict[str, str]) -> None:

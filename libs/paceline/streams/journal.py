@@ -43,7 +43,6 @@ class IdleCause(StrEnum):
     GIVING_BACK = "giving_back"  # the lease of the entry is about to end
     SERIAL = "serial"  # the serial drafter schedule trains between policy step and commit
     HAND_OVER = "hand_over"  # all rollouts are done; the slots pass to the policy
-    TOO_FEW = "too_few"  # fewer released workers than min_workers_for_training
     LEASING = "leasing"  # about to be leased
 
 

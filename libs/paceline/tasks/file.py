@@ -1,8 +1,7 @@
 """Opens a file of tasks, checks every record once, and reads a task when it is drawn.
 
 The tasks are in an unnamed temporary file; memory holds their positions and sizes. A file is JSONL,
-Parquet, a Hugging Face dataset on disk, or a source of generated tasks (generated.py). A dataset
-written by `save_to_disk` is a directory: state.json names Arrow stream files.
+Parquet, or a source of tasks (generated.py, verifiers.py).
 """
 
 import codecs
@@ -32,21 +31,16 @@ from paceline.tasks import (
 from paceline.whole_files import writing
 
 Keep = Callable[[Task], bool]
-ALLOWED = (
-    ".jsonl, .parquet (several: *.parquet), a directory of datasets.Dataset.save_to_disk, "
-    f"{generated.ALLOWED} or {verifiers.ALLOWED}"
-)
+ALLOWED = f".jsonl, .parquet (several: *.parquet), {generated.ALLOWED} or {verifiers.ALLOWED}"
 Record = Mapping[str, object]
 MAX_DEPTH = 64
 """Deepest nesting of objects and lists in a record."""
 BATCH = 1024
 """Rows converted to Python objects at once."""
-_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
-"""The end of a finished Arrow stream."""
 
 
 class TaskFile(Sequence[Task]):
-    """The tasks of a .jsonl file, of .parquet files or of a dataset on disk, in order."""
+    """The tasks of a .jsonl file, of .parquet files or of another source, in order."""
 
     def __init__(
         self,
@@ -177,12 +171,14 @@ def read_records(path: Path, python: str = "") -> Iterator[tuple[int, Record]]:
     if path.is_file() and path.suffix == ".jsonl":
         yield from _json_lines(path)
         return
-    if not path.is_dir() and path.suffix != ".parquet":
+    if path.is_dir():
+        message, allowed = "a directory is no task file", f"{path}/train-*.parquet, or such"
+        raise TaskFileError(message, seen=path, allowed=allowed)
+    if path.suffix != ".parquet":
         raise TaskFileError(
             f"task file {path} has an unknown ending", seen=repr(path.suffix), allowed=ALLOWED
         )
-    rows = _dataset_rows(path) if path.is_dir() else _parquet_rows(shards or [path])
-    yield from enumerate(rows, start=1)
+    yield from enumerate(_parquet_rows(shards or [path]), start=1)
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, Record]]:
@@ -232,52 +228,6 @@ def _parquet_batches(file: Path) -> Iterator[Any]:
 
     with parquet.ParquetFile(file, page_checksum_verification=True) as source:
         yield from source.iter_batches(BATCH)
-
-
-def _dataset_rows(directory: Path) -> Iterator[Record]:
-    state = directory / "state.json"
-    if (directory / "dataset_dict.json").is_file():
-        splits = sorted(one.parent.name for one in directory.glob("*/state.json"))
-        raise TaskFileError(
-            "a directory of several splits; name one of them",
-            seen=directory,
-            allowed=", ".join(f"{directory}/{split}" for split in splits),
-        )
-    if not state.exists() and (found := list(directory.rglob("*.parquet"))):  # the Hub's form
-        names = sorted({f"{file.parent}/{file.name.split('-')[0]}-*.parquet" for file in found})
-        raise TaskFileError(
-            "a directory of Parquet files; name those of a split",
-            seen=directory,
-            allowed=", ".join(names[:8]),
-        )
-    for file in _data_files(directory, state):
-        yield from _rows(_stream_batches(file), f"{file}: damaged Arrow data")
-
-
-def _data_files(directory: Path, state: Path) -> list[Path]:
-    allowed = "a directory that datasets.Dataset.save_to_disk wrote"
-    try:
-        found = json.loads(state.read_bytes())
-        files = [directory / Path(one["filename"]).name for one in found["_data_files"]]
-    except FileNotFoundError as error:
-        raise TaskFileError("no dataset on disk", seen=directory, allowed=allowed) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise TaskFileError(f"{state}: another form", seen=repr(error), allowed=allowed) from error
-    missing = [file for file in files if not file.is_file()]
-    if missing:
-        raise TaskFileError(f"{state} names a file that is not there", seen=missing[0])
-    return files
-
-
-def _stream_batches(file: Path) -> Iterator[Any]:
-    import pyarrow
-
-    mapped = pyarrow.memory_map(str(file))
-    size = mapped.size()
-    # A stream cut between two batches would read as a shorter stream.
-    if size < len(_END) or mapped.read_at(len(_END), size - len(_END)) != _END:
-        raise TaskFileError(f"{file}: ends before its end mark", seen=f"{size} bytes")
-    yield from pyarrow.ipc.open_stream(mapped)
 
 
 def _read_json(raw: bytes) -> Any:

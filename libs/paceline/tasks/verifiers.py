@@ -11,10 +11,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from threading import Timer
+from tempfile import TemporaryFile
 from typing import Any
 
-from paceline.tasks import TaskFileError, verifiers_program
+from paceline.errors import ConfigError
+from paceline.tasks import verifiers_program
 
 SOURCE = "verifiers:"
 """Begins a source, and the name of such an environment."""
@@ -25,9 +26,9 @@ EVAL = "#eval"
 ALLOWED = f"{SOURCE}ID[?ARGUMENT=VALUE&...][{EVAL}]"
 LOAD_S = 900.0
 """Maximum seconds in which an environment lists its tasks; it may download its dataset."""
-INSTALL = (
-    "pip install 'paceline[verifiers]' and the environment's own package, or a Python that has "
-    "both in run.verifiers_python"
+INSTALLED = (
+    "an environment that loads: pip install 'paceline[verifiers]' and the environment's own "
+    "package, or a Python that has both in run.verifiers_python"
 )
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?")
 
@@ -48,11 +49,11 @@ def heldout_of(source: str) -> str:
 
 
 def order_of(name: str) -> dict[str, Any]:
-    """`id` and `args` of an environment. Raises TaskFileError for a name of another form."""
+    """`id` and `args` of an environment. Raises ConfigError for a name of another form."""
     place, _, given = name.removeprefix(SOURCE).partition("#")[0].partition("?")
     pairs = [one.partition("=") for one in given.split("&") if one]
     if not _NAME.fullmatch(place) or not all(key and found for key, found, _ in pairs):
-        raise TaskFileError("no name of an environment of verifiers", seen=name, allowed=ALLOWED)
+        raise ConfigError("no name of an environment of verifiers", seen=name, allowed=ALLOWED)
     return {"id": place, "args": {key: option_value(text) for key, _, text in pairs}}
 
 
@@ -69,45 +70,30 @@ def command(python: str, order: Mapping[str, Any]) -> tuple[str, ...]:
     return (python or sys.executable, verifiers_program.__file__, json.dumps(order))
 
 
+def refused(text: str, source: str) -> ConfigError:
+    """The error for an environment that cannot be used."""
+    message = f"an environment of verifiers cannot be used: {text}"
+    return ConfigError(message, seen=source, allowed=INSTALLED)
+
+
 def read_rows(source: str, python: str = "") -> Iterator[tuple[int, Mapping[str, object]]]:
     """Each task of an environment with its number, counted from 1.
 
-    Raises TaskFileError for an environment that cannot be loaded or has no such dataset.
+    Raises ConfigError for an environment that cannot be loaded or has no such dataset.
     """
     split = "eval" if source.endswith(EVAL) else "train"
     order = order_of(source) | {"split": split}
-    try:
-        child = subprocess.Popen(command(python, order), stdout=subprocess.PIPE)
-    except OSError as error:
-        raise refused(f"{error.strerror}: {python}", source, missing=True) from error
-    assert child.stdout is not None
-    with child, _Deadline(child):
-        for number, line in enumerate(child.stdout, start=1):
+    with TemporaryFile() as listed:
+        try:
+            done = subprocess.run(command(python, order), stdout=listed, timeout=LOAD_S)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise refused(str(error), source) from error
+        listed.seek(0)
+        for number, line in enumerate(listed, start=1):
             found = json.loads(line)
             if "refused" in found:
-                raise refused(found["refused"], source, missing=found["missing"])
+                raise refused(found["refused"], source)
             asked = {"prompt": found["prompt"] or "(no text)", "answer": found["answer"]}
             yield number, {"task_id": f"{split}-{number}"} | asked | {ROW: found["row"]}
-    if child.returncode:
-        message = f"its process ended with exit code {child.returncode} while it listed its tasks"
-        raise refused(message, source, missing=False)
-
-
-class _Deadline(Timer):
-    """Kills a child that has not ended in time."""
-
-    def __init__(self, child: "subprocess.Popen[bytes]") -> None:
-        super().__init__(LOAD_S, child.kill)
-
-    def __enter__(self) -> None:
-        self.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.cancel()
-
-
-def refused(text: str, source: str, *, missing: bool) -> TaskFileError:
-    """The error for an environment that cannot be used. `missing`: an import has failed."""
-    allowed = INSTALL if missing or "Could not import" in text else "an environment that loads"
-    message = f"an environment of verifiers cannot be used: {text}"
-    return TaskFileError(message, seen=source, allowed=allowed)
+    if done.returncode:
+        raise refused(f"its process ended with exit code {done.returncode}", source)

@@ -7,8 +7,8 @@ and stdout; text that the environment prints goes to stderr.
 
 Samples arrive as {"key", "row", "sampling", "group", "size"}; key is the session's API key. An
 answer repeats the key with "reward" and "parts", or with "fault" and "infra". {"rolled"} reports
-before it that the model's turns are over. {"cancel": key} and {"group", "size"} change work in
-progress.
+before it that the model's turns are over. {"cancel": key} ends a sample. {"group", "size"} is the
+number of siblings that are scored together.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ import os
 import ssl
 import sys
 import threading
+from collections import defaultdict
 from typing import Any
 
 ANSWER_S = 3600.0
@@ -26,65 +27,39 @@ MAX_TEXT = 2000
 """Maximum characters of a fault; the end is kept."""
 
 
-def _reserve_pipes() -> tuple[Any, Any]:
-    """(requests, answers). Afterwards descriptor 0 is empty and descriptor 1 is stderr."""
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w", encoding="utf-8")
-    empty = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(empty, 0)
-    os.close(empty)
-    os.dup2(2, 1)
-    return requests, answers
+def _causes(error: BaseException) -> list[BaseException]:
+    """The error and its causes, outermost first."""
+    found = [error]
+    while len(found) < 8 and (cause := found[-1].__cause__ or found[-1].__context__) is not None:
+        found.append(cause)
+    return found
 
 
 def _told(error: BaseException) -> str:
-    """The error with its causes, outermost first."""
-    found: list[str] = []
-    one: BaseException | None = error
-    while one is not None and len(found) < 8:
-        found.append(f"{type(one).__name__}: {one}".rstrip(": "))
-        one = one.__cause__ or one.__context__
-    return ", caused by ".join(found)[-MAX_TEXT:]
+    told = [f"{type(one).__name__}: {one}".rstrip(": ") for one in _causes(error)]
+    return ", caused by ".join(told)[-MAX_TEXT:]
 
 
 def _is_infra(error: BaseException) -> bool:
     """Whether the gateway was away or full, so that the sample may run again."""
     import openai
 
-    one: BaseException | None = error
-    while one is not None:
-        busy = isinstance(one, openai.RateLimitError | openai.InternalServerError)
-        if busy or isinstance(one, openai.APIConnectionError):
-            return True
-        one = one.__cause__ or one.__context__
-    return False
+    away = (openai.RateLimitError, openai.InternalServerError, openai.APIConnectionError)
+    return any(isinstance(one, away) for one in _causes(error))
 
 
-def _load(order: dict[str, Any]) -> Any:
-    """The environment. Raises any error of its code; ImportError without a usable verifiers."""
-    import verifiers
-
-    if not hasattr(verifiers, "load_environment"):
-        version = getattr(verifiers, "__version__", "of unknown version")
-        raise ImportError(f"verifiers {version} has no load_environment")
-    return verifiers.load_environment(order["id"], **order["args"])
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def _text_of(prompt: Any) -> str:
-    """The text of the last message of a prompt."""
-    content = prompt[-1].get("content") if isinstance(prompt, list) and prompt else prompt
-    if isinstance(content, list):
-        return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    return str(content or "")
-
-
-def _rows(environment: Any, split: str) -> Any:
-    """Yields {"prompt", "answer", "row"} for each row of the environment's own dataset."""
+def _print_rows(environment: Any, split: str, output: Any) -> None:
+    """Print {"prompt", "answer", "row"} for each row of the environment's own dataset."""
     found = environment.get_eval_dataset() if split == "eval" else environment.get_dataset()
     for row in found:
-        answer = row.get("answer")
-        text = answer if isinstance(answer, str) else json.dumps(answer, default=str)
-        row_text = json.dumps(row, default=str)
-        yield {"prompt": _text_of(row["prompt"]), "answer": text, "row": row_text}
+        prompt = row["prompt"]
+        last = prompt[-1]["content"] if prompt and isinstance(prompt, list) else prompt
+        told = {"prompt": _text(last), "answer": _text(row.get("answer")), "row": _text(row)}
+        print(json.dumps(told), file=output)
 
 
 class _Group:
@@ -92,7 +67,8 @@ class _Group:
 
     def __init__(self) -> None:
         self.size = 0
-        self.waiting: dict[str, tuple[Any, asyncio.Future[None]]] = {}  # by key
+        self.states: dict[str, Any] = {}  # by key
+        self.scoring = asyncio.get_running_loop().create_future()  # an asyncio task
 
 
 class Leader:
@@ -102,7 +78,8 @@ class Leader:
         import openai
 
         self._environment, self._order, self._answers = environment, order, answers
-        self.grouped = bool(getattr(environment, "requires_group_rollouts", False))
+        scores = environment.score_rollouts
+        self.grouped = bool(scores and getattr(environment, "requires_group_rollouts", False))
         authority = ssl.create_default_context(cafile=order["authority"] or None)
         self._http = openai.DefaultAsyncHttpxClient(
             timeout=ANSWER_S,
@@ -110,52 +87,50 @@ class Leader:
             trust_env=False,  # the gateway is on this machine
         )
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._groups: dict[str, _Group] = {}
+        self._groups: defaultdict[str, _Group] = defaultdict(_Group)
 
     def tell(self, **message: Any) -> None:
         """Send one message to the gateway."""
-        print(json.dumps(message), file=self._answers, flush=True)
+        print(json.dumps(message, default=float), file=self._answers, flush=True)
 
     def take(self, message: dict[str, Any]) -> None:
         """Handle one message of the gateway."""
         if "cancel" in message:
             if (task := self._tasks.get(message["cancel"])) is not None:
                 task.cancel()
-        elif "key" in message:
+            return
+        if self.grouped:
+            self._groups[message["group"]].size = message["size"]
+            self._score_whole(message["group"])
+        if "key" in message:
             key = message["key"]
             self._tasks[key] = asyncio.create_task(self._answer(message))
             self._tasks[key].add_done_callback(lambda _: self._tasks.pop(key, None))
-        elif (group := self._groups.get(message["group"])) is not None:
-            group.size = message["size"]
-            self._score_whole(message["group"], group)
 
     async def _answer(self, sample: dict[str, Any]) -> None:
         key = sample["key"]
         try:
-            reward, metrics = await self._lead(sample)
-            parts = {name: float(one) for name, one in metrics.items() if _is_number(one)}
-            self.tell(key=key, reward=None if reward is None else float(reward), parts=parts)
-        except asyncio.CancelledError:
-            self.tell(key=key, fault="cancelled", infra=True)
+            state = await self._lead(sample)
+            parts = {k: one for k, one in (state.get("metrics") or {}).items() if _is_number(one)}
+            self.tell(key=key, reward=state.get("reward"), parts=parts)
         except BaseException as error:  # noqa: BLE001  an environment may raise anything
             self.tell(key=key, fault=_told(error), infra=_is_infra(error))
 
-    async def _lead(self, sample: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    async def _lead(self, sample: dict[str, Any]) -> Any:
+        """The state of a sample, with its reward if the environment scores samples."""
         environment = self._environment
         sampling = {**environment.sampling_args, **sample["sampling"]}
         client, model = self._client(sample["key"]), self._order["model"]
         state = await environment.rollout(sample["row"], client, model, sampling)
         self.tell(key=sample["key"], rolled=True)
         if (error := state.get("error")) is not None:
-            raise error if isinstance(error, BaseException) else RuntimeError(str(error))
-        if not environment.score_rollouts:
-            raise RuntimeError("the environment has score_rollouts=False, so it has no reward")
+            raise error
         if self.grouped:
-            await self._scored_with_siblings(sample, state)
-        else:
+            await self._scored_with_siblings(sample["group"], sample["key"], state)
+        elif environment.score_rollouts:
             await environment.rubric.score_rollout(state)
         await environment.rubric.cleanup(state)
-        return state.get("reward"), state.get("metrics") or {}
+        return state
 
     def _client(self, key: str) -> Any:
         """verifiers' client of one session; all share one pool of connections."""
@@ -169,35 +144,24 @@ class Leader:
         kind = clients.OpenAICompletionsClient if plain else clients.OpenAIChatCompletionsClient
         return kind(opened)
 
-    async def _scored_with_siblings(self, sample: dict[str, Any], state: Any) -> None:
-        name, key = sample["group"], sample["key"]
-        group = self._groups.setdefault(name, _Group())
-        group.size = sample["size"]
-        scored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        group.waiting[key] = state, scored
-        self._score_whole(name, group)
+    async def _scored_with_siblings(self, name: str, key: str, state: Any) -> None:
+        group = self._groups[name]
+        group.states[key] = state
+        self._score_whole(name)
         try:
-            await scored
+            await asyncio.shield(await asyncio.shield(group.scoring))
         finally:
-            group.waiting.pop(key, None)
+            group.states.pop(key, None)
 
-    def _score_whole(self, name: str, group: _Group) -> None:
-        """Score a group once all its siblings wait."""
-        if group.waiting and len(group.waiting) >= group.size:
-            self._groups.pop(name, None)
-            task = asyncio.create_task(self._score_group([*group.waiting.values()]))
-            self._tasks[f"group {name}"] = task
-            task.add_done_callback(lambda _: self._tasks.pop(f"group {name}", None))
-
-    async def _score_group(self, siblings: list[tuple[Any, asyncio.Future[None]]]) -> None:
-        try:
-            await self._environment.rubric.score_group([state for state, _ in siblings])
-            fault = None
-        except Exception as error:  # noqa: BLE001  a rubric may raise anything
-            fault = error
-        for _, scored in siblings:
-            if not scored.done():
-                scored.set_result(None) if fault is None else scored.set_exception(fault)
+    def _score_whole(self, name: str) -> None:
+        """Score a group once all its siblings wait, and forget it."""
+        group = self._groups[name]
+        if len(group.states) < group.size:
+            return
+        del self._groups[name]
+        if group.states:
+            scored = self._environment.rubric.score_group([*group.states.values()])
+            group.scoring.set_result(asyncio.create_task(scored))
 
 
 def _is_number(value: Any) -> bool:
@@ -216,7 +180,7 @@ async def _serve(leader: Leader, requests: Any) -> None:
         os._exit(0)
 
     threading.Thread(target=read, daemon=True).start()
-    leader.tell(ready=True, grouped=leader.grouped)
+    leader.tell(grouped=leader.grouped)
     await loop.create_future()
 
 
@@ -224,18 +188,20 @@ def main() -> None:
     """Print the rows of a split, or lead samples."""
     sys.path[0] = os.getcwd()  # in place of this file's directory, whose modules are others
     order = json.loads(sys.argv[1])
-    requests, answers = _reserve_pipes()
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
     try:
-        environment = _load(order)
+        import verifiers
+
+        environment = verifiers.load_environment(order["id"], **order["args"])
         if "split" in order:
-            for row in _rows(environment, order["split"]):
-                print(json.dumps(row), file=answers)
+            _print_rows(environment, order["split"], answers)
             answers.flush()
             os._exit(0)  # the environment's exit handlers may wait
         leader = Leader(environment, order, answers)
     except BaseException as error:  # noqa: BLE001  an environment may raise anything
-        missing = isinstance(error, ImportError)
-        print(json.dumps({"refused": _told(error), "missing": missing}), file=answers, flush=True)
+        print(json.dumps({"refused": _told(error)}), file=answers, flush=True)
         os._exit(1)
     asyncio.run(_serve(leader, requests))
 

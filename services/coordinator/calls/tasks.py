@@ -150,7 +150,7 @@ class TaskSource:
             run_seed=EVALUATION_SEED,
             environment=environment,
             reward=reward,
-            forced_arm=evaluation.probe_arm if probe else evaluation.forced_arm,
+            forced_arm=evaluation.probe_arm if probe else "",
             silence_s=config.step_deadline_s / 2,
         )
 

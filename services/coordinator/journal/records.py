@@ -87,8 +87,6 @@ def _idle_cause(state: State) -> IdleCause:
         return IdleCause.TRAINER_DONE
     if not workers.counted(WorkerState.GENERATING) and state.settings.colocated:
         return IdleCause.HAND_OVER
-    if not drafter.enough_released(state):
-        return IdleCause.TOO_FEW
     return IdleCause.LEASING
 
 

@@ -37,7 +37,7 @@ def lease_released(state: State) -> Decision | None:
         return None
     if state.lease is not None:
         return _widen(state, state.lease)
-    return _lease(state) if enough_released(state) and _due(state) else None
+    return _lease(state) if any_released(state) and _due(state) else None
 
 
 def train_alone(state: State) -> Decision:
@@ -50,7 +50,7 @@ def train_alone(state: State) -> Decision:
         return Decision(state, enters=Phase.COMMIT)
     if state.lease is not None:  # a former coordinator's lease: the call is lost
         return preempt(state)
-    if _due(state) and any(True for _ in _released(state)):
+    if _due(state) and any_released(state):
         return _lease(state)
     return Decision(state, enters=Phase.COMMIT)
 
@@ -168,11 +168,9 @@ def most_workers(settings: RunSettings) -> int:
     return max(1, min(there, settings.max_drafter_slots // settings.slots_per_worker))
 
 
-def enough_released(state: State) -> bool:
-    """Whether so many workers are released that the drafter begins."""
-    settings = state.settings
-    wanted = min(settings.min_workers_for_training, settings.leasable_workers or settings.workers)
-    return sum(1 for _ in islice(_released(state), wanted)) == wanted
+def any_released(state: State) -> bool:
+    """Whether a worker is released that the drafter may compute on."""
+    return any(True for _ in _released(state))
 
 
 def _released(state: State) -> Iterator[int]:

@@ -62,7 +62,6 @@ class RunSettings(Frozen):
     leasable_workers: int = 0  # the first ones, on the drafter's host; 0: all
     total_steps: int = 1
     training_interval_steps: int = 10
-    min_workers_for_training: int = 1
     max_drafter_slots: int = 1
     drafter_enabled: bool = True
     train_during_push: bool = False  # the drafter trains on slots that the policy has left

@@ -93,7 +93,7 @@ class Dapo(Clipped):
             return torch.zeros_like(batch.rewards)
         tokens = torch.bincount(batch.owners, minlength=len(batch.rewards))
         over = (tokens - (limit - buffer)) / max(buffer, 1)
-        return self.settings.overlong_penalty * over.clamp(0, 1).to(batch.rewards.dtype)
+        return over.clamp(0, 1).to(batch.rewards.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,7 +156,7 @@ class Planner:
         if session is not None:
             trained = session.assignment.trainable
         else:
-            trained = bool(self._config.trajectories) and self._config.sessions.implicit
+            trained = bool(self._config.trajectories)
         return where == "always" or not trained
 
     async def completions(self, asked: Asked, prompts: Sequence[str | Sequence[int]]) -> list[Plan]:
@@ -266,7 +266,7 @@ class Planner:
     def _implicit(self, asked: bool) -> Assignment | None:
         """The assignment of a session that the gateway opens itself; None if it opens none."""
         sessions = self._config.sessions
-        if not asked or not sessions.implicit:
+        if not asked:
             return None
         override, temperature = sessions.untrainable == "override", sessions.temperature
         run_id = self._config.run.id

@@ -36,8 +36,6 @@ FULL_S = 1.0
 """Pause before another connection to a server that is full with sessions of others."""
 ALLOWED = f"{PREFIX}http://HOST:PORT[?action=FIELD&observation=FIELD&reward=last|sum&deadline_s=60]"
 log = get_logger(__name__)
-
-
 AWAY = "OPENENV_AWAY"
 """Error reason for a server that does not answer."""
 
@@ -94,9 +92,13 @@ class OpenEnv:
             ) as client:
                 answer = (await client.get(f"{self._url}/schema")).raise_for_status().json()
                 found = answer["action"].get("properties", {})
+            texts = [
+                name
+                for name, one in found.items()
+                if name not in ("metadata", "type") and one.get("type") == "string"
+            ]
         except (httpx.HTTPError, ValueError, KeyError, AttributeError) as error:
             raise _away(self._url, "/schema", error) from error
-        texts = [name for name, one in found.items() if _takes_text(name, one)]
         if self._options.action and self._options.action not in found:
             message, allowed = f"an action of {self._url} has no such field", ", ".join(found)
             raise ConfigError(message, seen=self._options.action, allowed=allowed)
@@ -295,20 +297,9 @@ def _websockets() -> Any:
     try:
         import websockets
     except ImportError as error:
-        message, allowed = (
-            "openenv:URL needs the library websockets",
-            "pip install 'paceline[openenv]'",
-        )
-        raise ConfigError(message, seen=str(error), allowed=allowed) from error
+        message = "openenv:URL needs the library websockets"
+        raise ConfigError(message, allowed="pip install 'paceline[openenv]'") from error
     return websockets
-
-
-def _takes_text(name: str, field: Any) -> bool:
-    return (
-        name not in ("metadata", "type")
-        and isinstance(field, dict)
-        and field.get("type") == "string"
-    )
 
 
 def _reset_arguments(task: EpisodeTask) -> dict[str, JsonValue]:

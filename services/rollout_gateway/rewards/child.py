@@ -1,25 +1,19 @@
 """Runs reward rules in child processes: starts, restarts and ends them, one or a pool.
 
 A child runs one request at a time; further requests wait. Maps failures to the responsible party:
-rule, settings or infrastructure. A reward model has its own process, which scores episodes in
-batches; that process alone imports rewards/reward_model.py, and torch.
+rule, settings or infrastructure.
 """
 
 import asyncio
 import sys
 from asyncio.subprocess import PIPE
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import replace
 
 from paceline.errors import ConfigError, DataLoss, DeadlineExceeded, Unavailable
 from paceline.local import patience, user_directory
 from paceline.local.child import Child
-from paceline.services.rollout_gateway.background import background
-from paceline.services.rollout_gateway.config import ModelRewardConfig
 from paceline.services.rollout_gateway.environments import Episode
 from paceline.services.rollout_gateway.rewards import RewardRule, Unscored, child_program
-from paceline.services.rollout_gateway.rewards.child_program import Raised, Rewards, RuleRequest
+from paceline.services.rollout_gateway.rewards.child_program import Raised, RuleRequest, Scored
 from paceline.telemetry import get_logger
 
 STOPPED = "the gateway's rewards have stopped"
@@ -32,18 +26,17 @@ log = get_logger(__name__)
 class ChildPlace:
     """Has at most one child, which answers one request at a time."""
 
-    def __init__(self, load_s: float = LOAD_S) -> None:
-        """`load_s`: deadline of a child's start with its first rule, and of another rule."""
-        self._load_s = load_s
+    def __init__(self) -> None:
         self._child: Child | None = None
         self._turn = asyncio.Lock()
         self._loaded: set[str] = set()  # rules of the child
         self.closed = False
 
     async def score(
-        self, rule: RuleRequest, episodes: Sequence[Episode] = (), deadline_s: float = 0.0
-    ) -> Rewards | Raised:
-        """The answer of a rule, which the child loads first; no episodes: the rule is only loaded.
+        self, path: str, episode: Episode | None = None, deadline_s: float = 0.0
+    ) -> Scored | Raised:
+        """The answer of the rule at an import path, which the child loads first; without an episode
+        the rule is only loaded.
 
         A child that dies is replaced once. A child that does not answer in time, sends an invalid
         answer or loses its caller is killed. Raises ConfigError when the rule cannot be built,
@@ -52,12 +45,12 @@ class ChildPlace:
         """
         async with self._turn:
             try:
-                return await self._score(rule, episodes, deadline_s)
+                return await self._score(path, episode, deadline_s)
             except Unavailable as error:
                 if self.closed:
                     raise
                 log.warning("a child of the rewards is replaced", error=str(error))
-            return await self._score(rule, episodes, deadline_s)
+            return await self._score(path, episode, deadline_s)
 
     async def close(self) -> None:
         """End the child and its process group, and start no more."""
@@ -66,16 +59,16 @@ class ChildPlace:
             await self._child.stop()
 
     async def _score(
-        self, rule: RuleRequest, episodes: Sequence[Episode], deadline_s: float
-    ) -> Rewards | Raised:
+        self, path: str, episode: Episode | None, deadline_s: float
+    ) -> Scored | Raised:
         child = await self._running()
-        if rule.path not in self._loaded:
-            await _ask(child, rule, patience.patient(self._load_s))
-            self._loaded.add(rule.path)
-        if not episodes:
-            return Rewards()
+        if path not in self._loaded:
+            await _ask(child, RuleRequest(path), patience.patient(LOAD_S))
+            self._loaded.add(path)
+        if episode is None:
+            return Scored()
         try:
-            return await _ask(child, replace(rule, episodes=tuple(episodes)), deadline_s)
+            return await _ask(child, RuleRequest(path, episode), deadline_s)
         except DeadlineExceeded as error:
             message = f"no answer in {deadline_s} s; its process was ended"
             raise Unscored("deadline", message) from error
@@ -101,7 +94,7 @@ class ChildPlace:
         return self._child
 
 
-async def _ask(child: Child, request: RuleRequest, deadline_s: float) -> Rewards | Raised:
+async def _ask(child: Child, request: RuleRequest, deadline_s: float) -> Scored | Raised:
     line, program = child_program.encode(request), child.program
     assert program.stdin is not None
     assert program.stdout is not None
@@ -138,7 +131,7 @@ class Children:
         for place in self._places:
             self._free.put_nowait(place)
 
-    async def score(self, path: str, *episodes: Episode) -> float | None:
+    async def score(self, path: str, episode: Episode | None = None) -> float | None:
         """The score of the rule at an import path for one episode; without an episode the rule is
         only loaded. Waits for a free child.
 
@@ -146,14 +139,12 @@ class Children:
         """
         place = await self._free.get()
         try:
-            answer = await place.score(RuleRequest(path), episodes, self._deadline_s)
+            answer = await place.score(path, episode, self._deadline_s)
         finally:
             self._free.put_nowait(place)
-        values = answer.values if isinstance(answer, Rewards) else (answer,)
-        value = values[0] if values else None
-        if isinstance(value, Raised):
-            raise Unscored("exception", value.text)
-        return value
+        if isinstance(answer, Raised):
+            raise Unscored("exception", answer.text)
+        return answer.value
 
     async def close(self) -> None:
         """End all children; waiting callers get Unavailable."""
@@ -176,73 +167,3 @@ class ChildRule(RewardRule):
     async def score(self, episode: Episode) -> float | None:
         """The rule's score."""
         return await self._children.score(self._path, episode)
-
-
-MODEL = "paceline.services.rollout_gateway.rewards.reward_model:RewardModel"
-MODEL_LOAD_S = 600.0
-"""Maximum seconds to load a model."""
-
-
-class ModelReward(RewardRule):
-    """Runs one batch at a time; episodes that arrive meanwhile form the next batch."""
-
-    def __init__(self, config: ModelRewardConfig) -> None:
-        self._config = config
-        self._waiting: deque[tuple[Episode, asyncio.Future[float | None]]] = deque()
-        self._batches: asyncio.Task[None] | None = None
-        settings = config.model_dump(include={"model", "threads", "max_tokens"})
-        self._model = RuleRequest(MODEL, settings)
-        self._place = ChildPlace(MODEL_LOAD_S)
-
-    async def prepare(self) -> None:
-        """Load the model. Raises ConfigError when it is no reward model, Unavailable."""
-        await self._place.score(self._model)
-
-    async def score(self, episode: Episode) -> float | None:
-        """The model's scalar.
-
-        Raises Unavailable when the model does not answer, Unscored when it cannot read a text.
-        """
-        answer: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((episode, answer))
-        if self._batches is None or self._batches.done():
-            self._batches = background(self._run_batches(), "the reward model's batches")
-        return await answer
-
-    async def close(self) -> None:
-        """End the process; waiting callers get Unavailable."""
-        await self._place.close()
-        if self._batches is not None:
-            await self._batches
-
-    async def _run_batches(self) -> None:
-        """Score batches until no episode waits."""
-        while self._waiting:
-            count = min(len(self._waiting), self._config.max_batch)
-            waiting = [self._waiting.popleft() for _ in range(count)]
-            batch = [one for one in waiting if not one[1].done()]  # else its caller has gone
-            values = await self._score([episode for episode, _ in batch])
-            for (_, answer), value in zip(batch, values, strict=True):
-                if answer.done():
-                    continue
-                if isinstance(value, Exception):
-                    answer.set_exception(value)
-                else:
-                    answer.set_result(value)
-
-    async def _score(self, episodes: Sequence[Episode]) -> Sequence[float | Exception | None]:
-        failure: Exception
-        try:
-            answer = await self._place.score(self._model, episodes, self._config.deadline_s)
-            if isinstance(answer, Rewards):
-                both = zip(episodes, answer.values, strict=True)
-                return [
-                    Unscored("exception", value.text) if isinstance(value, Raised) else value
-                    for _, value in both
-                ]
-            failure = Unavailable("the reward model failed", seen=answer.text)
-        except Unscored as error:
-            failure = Unavailable("the reward model took too long", seen=error)
-        except Exception as error:  # noqa: BLE001 - every waiting caller gets the error
-            failure = error
-        return [failure] * len(episodes)

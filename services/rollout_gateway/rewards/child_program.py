@@ -10,8 +10,7 @@ import inspect
 import os
 import signal
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from paceline.errors import ConfigError, DataLoss, InvalidInput
@@ -31,13 +30,12 @@ ALLOWED = (
 
 @dataclass(frozen=True, slots=True)
 class RuleRequest:
-    """Scores episodes by the rule at an import path, which is built with the arguments on first
-    use. Without episodes the rule is only built. Answered by Rewards, Refused or Raised.
+    """Scores an episode by the rule at an import path, which is built on first use. Without an
+    episode the rule is only built. Answered by Scored, Refused or Raised.
     """
 
     path: str
-    arguments: Mapping[str, str | int] = field(default_factory=dict)
-    episodes: tuple[Episode, ...] = ()
+    episode: Episode | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +49,21 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """A failure of the request, or of one episode."""
+    """A failure of the request."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Rewards:
-    """The scores, in the order of the episodes."""
+class Scored:
+    """The rule's value."""
 
-    values: tuple[float | Raised | None, ...] = ()
+    value: float | None = None
 
 
-Score = Callable[[tuple[Episode, ...]], tuple[float | Raised | None, ...]]
-"""One value for each episode; Raised for an episode that cannot be read."""
-Answer = Refused | Raised | Rewards
+Answer = Refused | Raised | Scored
 REQUESTS = TaggedJson[RuleRequest](RuleRequest)
-ANSWERS = TaggedJson[Answer](Refused, Raised, Rewards)
+ANSWERS = TaggedJson[Answer](Refused, Raised, Scored)
 
 
 def encode(message: RuleRequest | Answer) -> bytes:
@@ -97,7 +93,7 @@ def read(file: BinaryIO) -> RuleRequest | None:
     return REQUESTS.decode(line) if line.endswith(b"\n") else None
 
 
-def _score(rule: Any, episode: Episode, runner: asyncio.Runner) -> float | None:
+def score(rule: Any, episode: Episode, runner: asyncio.Runner) -> float | None:
     """None, or the number as float; numpy and torch values with one element count as numbers.
 
     A coroutine runs to its end, always on the same event loop. Raises the rule's errors, and
@@ -118,24 +114,18 @@ async def _await_result(value: Any) -> Any:
     return await value
 
 
-def build_rule(request: RuleRequest, runner: asyncio.Runner) -> Score:
-    """A user's rule scores each episode: plain or a coroutine. The reward model, the only rule with
-    arguments, scores a batch.
-
-    Raises ConfigError when the path leads to no such class or the class cannot be built.
+def build_rule(path: str) -> Any:
+    """A user's rule. Raises ConfigError when the path leads to no such class or the class cannot be
+    built.
     """
     try:
-        rule: Any = import_object(request.path)(**request.arguments)
+        rule = import_object(path)()
     except (Exception, SystemExit) as error:
-        if isinstance(error, ConfigError) and request.arguments:
-            raise
         message = f"a reward rule cannot be built: {type(error).__name__}: {error}"
-        raise ConfigError(message, seen=request.path) from error
-    if request.arguments:
-        return rule.score_batch  # type: ignore[no-any-return]
+        raise ConfigError(message, seen=path) from error
     if not callable(getattr(rule, "score", None)):
-        raise ConfigError("a reward rule has no method score", seen=request.path, allowed=ALLOWED)
-    return lambda episodes: tuple(_score(rule, episode, runner) for episode in episodes)
+        raise ConfigError("a reward rule has no method score", seen=path, allowed=ALLOWED)
+    return rule
 
 
 def _reserve_pipes() -> tuple[BinaryIO, BinaryIO]:
@@ -154,13 +144,14 @@ def _reserve_pipes() -> tuple[BinaryIO, BinaryIO]:
     return os.fdopen(requests, "rb"), os.fdopen(answers, "wb")
 
 
-def _answer(request: RuleRequest, rules: dict[str, Score], runner: asyncio.Runner) -> Answer:
+def _answer(request: RuleRequest, rules: dict[str, Any], runner: asyncio.Runner) -> Answer:
+    episode = request.episode
     try:
         if request.path not in rules:
-            rules[request.path] = build_rule(request, runner)
-        return Rewards(rules[request.path](request.episodes) if request.episodes else ())
+            rules[request.path] = build_rule(request.path)
+        return Scored() if episode is None else Scored(score(rules[request.path], episode, runner))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of a rule is the answer
-        if isinstance(error, ConfigError) and not request.episodes:
+        if isinstance(error, ConfigError) and episode is None:
             return Refused(error.message, error.seen, error.allowed)
         return Raised("".join(traceback.format_exception(error))[-MAX_TRACE:])
 
@@ -168,7 +159,7 @@ def _answer(request: RuleRequest, rules: dict[str, Score], runner: asyncio.Runne
 def main() -> None:
     """Answer one request at a time until the gateway closes the pipe."""
     requests, answers = _reserve_pipes()
-    rules: dict[str, Score] = {}
+    rules: dict[str, Any] = {}
     with asyncio.Runner() as runner:
         while (request := read(requests)) is not None:
             answers.write(encode(_answer(request, rules, runner)))

@@ -161,7 +161,6 @@ REWARDS: dict[str, Callable[[RewardRules], rewards.RewardRule]] = {
     ),
     "format": lambda rules: FormatRule(rules.config.marker),
     "remote": lambda rules: remote.RemoteReward(rules.config.remote),
-    "model": lambda rules: child.ModelReward(rules.config.model),
     "code_tests": lambda rules: code_tests.CodeTests(rules.sandbox),
     "reasoning_gym": lambda rules: child.ChildRule(GENERATED_ANSWER, rules.children),
 }

@@ -19,7 +19,7 @@ from paceline.services.rollout_gateway.environments import PreparesTasks
 from paceline.services.rollout_gateway.environments.table import environment
 from paceline.services.rollout_gateway.gateway import Gateway
 from paceline.services.rollout_gateway.runs import sample as sampled
-from paceline.services.rollout_gateway.runs.hosted import Hosts
+from paceline.services.rollout_gateway.runs.hosted import HostedEnvironment
 from paceline.services.rollout_gateway.runs.open import OpenRuns, Totals
 from paceline.services.rollout_gateway.sessions.tree import check_trainable
 from paceline.services.rollout_gateway.workers.metrics import describe_rounds
@@ -32,12 +32,11 @@ ANSWERS_REMEMBERED = 16_384
 log = get_logger(__name__)
 
 
-def shares(samples: int, workers: int, *, together: bool) -> list[int]:
-    """The worker of each sample, in equal shares: neighbouring samples `together`, or round
-    robin.
+def shares(samples: int, workers: int) -> list[int]:
+    """The worker of each sample, in equal shares. Siblings are neighbours and lie together, so that
+    workers end apart and lend their slots.
     """
-    numbers = range(samples)
-    return [one * workers // samples if together else one % workers for one in numbers]
+    return [one * workers // samples for one in range(samples)]
 
 
 async def _prepare(prepared: PreparesTasks, request: rpb.RunTasksRequest) -> None:
@@ -61,7 +60,7 @@ class TaskRuns:
         self._gateway = gateway
         self._samples = sampled.SampleRuns(gateway)
         self.open = OpenRuns(gateway)
-        self.hosts = Hosts(gateway)
+        self._hosts: dict[str, HostedEnvironment] = {}
         self._running: dict[str, tuple[asyncio.Task[rpb.SampleFinished], int]] = {}
         """Each running sample and its first worker, by key."""
         self._answers: OrderedDict[str, rpb.SampleFinished] = OrderedDict()
@@ -111,6 +110,10 @@ class TaskRuns:
             describe_rounds(current, finished, metrics.split - split)
             yield rpb.RunTasksResponse(finished=finished)
 
+    async def stop(self) -> None:
+        """End the hosted environments."""
+        await asyncio.gather(*(host.stop() for host in self._hosts.values()))
+
     def _set_offers(self, request: rpb.RunTasksRequest) -> None:
         """Decide whether agents may claim the tasks of this run."""
         offers = self._gateway.agents.offers
@@ -131,8 +134,10 @@ class TaskRuns:
             raise InvalidInput("tasks times samples_per_task", seen=samples, allowed=allowed)
         if len({task.task_id for task in request.tasks}) != len(request.tasks):
             raise InvalidInput("a task stands twice in one call", allowed="distinct task ids")
-        if verifiers.is_environment(request.environment):
-            await self.hosts.prepare(request.environment)
+        if verifiers.is_environment(name := request.environment):
+            if name not in self._hosts:
+                self._hosts[name] = HostedEnvironment(self._gateway, name)
+            await self._hosts[name].prepare()
         elif request.environment != sampled.EXTERNAL:
             found = environment(request.environment, self._gateway.equipment)
             if isinstance(found, PreparesTasks):
@@ -150,8 +155,7 @@ class TaskRuns:
         """
         size = request.samples_per_task
         settings = sampled.settings_digest(request)
-        together = self._gateway.config.siblings == "together"
-        places = shares(len(request.tasks) * size, workers, together=together)
+        places = shares(len(request.tasks) * size, workers)
         samples = itertools.product(request.tasks, range(size))
         jobs = [
             sampled.Job(request, task, sample, place, settings, silence_s)

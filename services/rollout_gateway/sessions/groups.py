@@ -147,10 +147,10 @@ class TaskOffers:
             return None
         return FailReason.DATA if offer.environment else FailReason.INFRA
 
-    def has_attempts(self, session_id: str) -> bool:
-        """Whether another attempt of a failed session waits or runs."""
-        waits = any(offer.session_id == session_id for offer in self.waiting)
-        return waits or session_id in self._claimed
+    def siblings(self, group_id: str) -> int:
+        """Number of a group's samples that wait or run."""
+        offers = (*self.waiting, *self._claimed.values())
+        return sum(one.assignment.group_id == group_id for one in offers)
 
     def _first(self, environment: str) -> Offer | None:
         return next((one for one in self.waiting if one.environment == environment), None)

@@ -111,9 +111,8 @@ async def test_bad_requests_name_what_is_wrong(serve_gateway: Any) -> None:
             assert raised.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
-@pytest.mark.parametrize("siblings", ["together", "dealt"])
-async def test_tasks_are_shared_evenly_and_scored(serve_gateway: Any, siblings: str) -> None:
-    async with serve_gateway(engine={"workers": 2}, siblings=siblings) as served:
+async def test_tasks_are_shared_evenly_and_scored(serve_gateway: Any) -> None:
+    async with serve_gateway(engine={"workers": 2}) as served:
         news = await run_tasks(served.stub, served.tasks_request(purpose=tpb.PURPOSE_EVAL))
         found = samples(news)
         for (task, index), sample in found.items():
@@ -121,8 +120,7 @@ async def test_tasks_are_shared_evenly_and_scored(serve_gateway: Any, siblings: 
             assert sample.reward.value == float(right)
             text = {"a": "1+1=2 #2" if right else "1+1=3 #3", "b": "2+2=5 #5"}[task]
             assert sample.tokens_hash == tokens_hash([*served.codec.encode(text)[1:], 1])
-            place = "ab".index(task) if siblings == "together" else index % 2
-            assert sample.worker_index == place
+            assert sample.worker_index == "ab".index(task)
         shares = [one.share for one in news if one.HasField("share")]
         assert sorted((share.worker_index, share.samples) for share in shares) == [(0, 2), (1, 2)]
         totals = news[-1].finished

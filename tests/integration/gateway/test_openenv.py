@@ -24,23 +24,28 @@ PROGRAM = Path(__file__).parents[2] / "openenv_server.py"
 StartServer = Callable[[str], str]
 
 
-@pytest.fixture
-def start_server(openenv_python: str, tmp_path: Path) -> Iterator[StartServer]:
+@pytest.fixture(scope="module")
+def start_server(
+    openenv_python: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StartServer]:
     """The URL of a server of a kind, once it listens."""
-    started: list[subprocess.Popen[bytes]] = []
+    started: dict[str, tuple[subprocess.Popen[bytes], str]] = {}
 
     def start(kind: str) -> str:
-        place = tmp_path / f"{kind}.port"
-        os.mkfifo(place.with_suffix(".listens"))
-        command = [openenv_python, str(PROGRAM), kind, str(place)]
-        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True))
-        place.with_suffix(".listens").read_text()  # the server writes there once it listens
-        return f"http://127.0.0.1:{place.read_text()}"
+        if kind not in started or started[kind][0].poll() is not None:
+            place = tmp_path_factory.mktemp("openenv") / "port"
+            listens = place.with_suffix(".listens")
+            os.mkfifo(listens)
+            command = [openenv_python, str(PROGRAM), kind, str(place)]
+            server = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+            listens.read_text()  # the server writes there once it listens
+            started[kind] = server, f"http://127.0.0.1:{place.read_text()}"
+        return started[kind][1]
 
     yield start
-    for one in started:
-        one.kill()
-        one.communicate()
+    for server, _ in started.values():
+        server.kill()
+        server.communicate()
 
 
 def asked(served: Any, name: str, *resets: dict[str, Any], **options: Any) -> rpb.RunTasksRequest:
@@ -97,7 +102,7 @@ async def test_samples_wait_for_a_full_server(
 async def test_a_lost_hanging_or_failing_server_fails_its_samples_and_not_the_call(
     conversations: ServeGateway, start_server: StartServer, seed: int
 ) -> None:
-    name = f"openenv:{start_server('guess')}?deadline_s=3"
+    name = f"openenv:{start_server('guess')}?deadline_s=1"
     async with conversations() as served:
         found = await samples_of(served, asked(served, name, {"seed": seed}))
     assert [one.HasField("reward") for one in found] == [False, False]

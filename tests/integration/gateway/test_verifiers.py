@@ -73,6 +73,7 @@ async def test_each_sample_has_the_rubrics_reward_and_its_parts(
     assert {"train-2", "train-3", "train-4"} <= solved  # the scripted model's texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "turns"), [("multi", 2), ("tools", 2)])
 async def test_a_session_has_every_turn_of_its_environment(
     serve: Any, verifiers_python: str, kind: str, turns: int
@@ -92,6 +93,7 @@ async def test_a_session_has_every_turn_of_its_environment(
     assert samples[0]["token_ids"] == [*known, *tree[1]["prompt_ids"], *tree[1]["response_ids"]]
 
 
+@pytest.mark.slow
 async def test_a_rubric_of_groups_scores_siblings_together(
     serve: Any, verifiers_python: str
 ) -> None:
@@ -100,6 +102,18 @@ async def test_a_rubric_of_groups_scores_siblings_together(
         found = await run(served, name, verifiers_python, wanted=first, samples_per_task=4)
     assert len(found) == 8
     assert {int(one.reward.parts["rank"]) // 4 for one in found} == {1}  # four siblings each
+
+
+@pytest.mark.slow
+async def test_siblings_of_a_sample_that_fails_are_scored_without_it(
+    serve: Any, verifiers_python: str
+) -> None:
+    async with serve() as served:
+        name, first = "verifiers:tiny_sums?kind=survivors", slice(0, 1)
+        found = await run(served, name, verifiers_python, wanted=first, samples_per_task=6)
+    scored = [one for one in found if one.HasField("reward")]
+    assert 0 < len(scored) < len(found)
+    assert {int(one.reward.parts["rank"]) for one in scored} == {len(scored)}
 
 
 @pytest.mark.slow
@@ -164,6 +178,7 @@ async def test_a_dying_environment_fails_its_sample_after_its_attempts(
     assert [one.HasField("reward") for one in found] == [True]
 
 
+@pytest.mark.slow
 async def test_an_environment_that_cannot_be_loaded_names_the_extra(
     serve: Any,
 ) -> None:

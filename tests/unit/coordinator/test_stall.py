@@ -15,7 +15,7 @@ from paceline.config import AddressesConfig, SecurityConfig
 from paceline.local.patience import VARIABLE
 from paceline.local.ports import free_port
 from paceline.rpc import Server
-from paceline.rpc.progress import ASK_S, add_progress
+from paceline.rpc.progress import add_progress
 from paceline.services.coordinator import metrics
 from paceline.services.coordinator.calls.base import Calls, Peers
 from paceline.services.coordinator.config import CoordinatorConfig
@@ -113,7 +113,7 @@ async def test_a_service_that_answers_late_on_a_busy_machine_gets_on(
     monkeypatch: pytest.MonkeyPatch, patience: str, alarms: bool
 ) -> None:
     async def late() -> GetProgressResponse:
-        await asyncio.sleep(1.25 * ASK_S)
+        await asyncio.sleep(0.625)
         return GetProgressResponse(parts=[Part(name=POLICY, doing="trains", still_s=0.0)])
 
     addresses = {service.value: f"127.0.0.1:{free_port()}" for service in Service}
@@ -121,6 +121,7 @@ async def test_a_service_that_answers_late_on_a_busy_machine_gets_on(
     add_progress(server, late)
     await server.start()
     peers = Peers(AddressesConfig.model_validate(addresses), SecurityConfig())
+    monkeypatch.setattr("paceline.services.coordinator.observed.ASK_S", 0.5)
     monkeypatch.setenv(VARIABLE, patience)
     progress = await Watched(peers).told(BEGAN, TRAINS)
     assert bool(progress.alarm) == alarms

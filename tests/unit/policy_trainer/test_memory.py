@@ -33,7 +33,7 @@ def measure(model: Path, out: Path, ranks: int, **settings: Any) -> list[dict[st
     return [json.loads((out / f"memory-{rank}.json").read_text()) for rank in range(ranks)]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_trainer_with_offload_holds_no_weight_and_no_moment_between_steps(
     model_dir: Path, tmp_path: Path, ranks: int

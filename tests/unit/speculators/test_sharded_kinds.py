@@ -25,6 +25,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).double().norm() / b.double().norm())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["eagle3", "dflash"])
 def test_two_ranks_step_as_plain_torch_does(kind: str, tmp_path: Path) -> None:
     two, net = stepped(kind, tmp_path / "two", 2), drafter(kind)

@@ -1,15 +1,14 @@
-"""Parquet files and datasets on disk: read row by row, and refused where they are damaged."""
+"""Parquet files: read row by row, and refused where they are damaged."""
 
 from __future__ import annotations
 
 import json
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 import pytest
-from pyarrow import ipc, parquet
+from pyarrow import parquet
 
 from paceline.tasks import Task, TaskFileError, draw_tasks, write_tasks
 from paceline.tasks.file import TaskFile, read_tasks
@@ -18,25 +17,7 @@ ROWS = [{"task_id": f"t{i}", "prompt": f"{i}=", "answer": str(i), "level": i} fo
 TASKS = [Task(f"t{i}", f"{i}=", str(i), {"level": str(i)}) for i in range(2500)]
 
 
-def dataset(directory: Path, rows: list[dict[str, Any]], files: int = 1) -> Path:
-    """Write a dataset as datasets.Dataset.save_to_disk does."""
-    directory.mkdir()
-    names = [f"data-{i:05}-of-{files:05}.arrow" for i in range(files)]
-    for i, name in enumerate(names):
-        table = pyarrow.Table.from_pylist(
-            rows[i * len(rows) // files : (i + 1) * len(rows) // files]
-        )
-        with ipc.new_stream(str(directory / name), table.schema) as writer:
-            writer.write_table(table, max_chunksize=1000)
-    state = {"_data_files": [{"filename": name} for name in names], "_split": "train"}
-    (directory / "state.json").write_text(json.dumps(state))
-    (directory / "dataset_info.json").write_text("{}")
-    return directory
-
-
 def written(directory: Path, form: str) -> Path:
-    if form == "dataset":
-        return dataset(directory / "set", ROWS, files=3)
     path = directory / f"tasks.{form}"
     if form == "jsonl":
         write_tasks(path, TASKS)
@@ -45,7 +26,7 @@ def written(directory: Path, form: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("form", ["jsonl", "parquet", "dataset"])
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_every_form_gives_the_same_tasks_in_the_same_drawn_order(tmp_path: Path, form: str) -> None:
     tasks = TaskFile(written(tmp_path, form))
     assert (len(tasks), list(tasks)) == (2500, TASKS)
@@ -59,7 +40,7 @@ def test_every_form_gives_the_same_tasks_in_the_same_drawn_order(tmp_path: Path,
 
 
 def tasks_path(form: str) -> str:
-    return "set" if form == "dataset" else f"tasks.{form}"
+    return f"tasks.{form}"
 
 
 def test_a_filter_leaves_out_tasks_before_they_are_shuffled(tmp_path: Path) -> None:
@@ -67,13 +48,11 @@ def test_a_filter_leaves_out_tasks_before_they_are_shuffled(tmp_path: Path) -> N
     assert (len(odd), list(odd)) == (1250, TASKS[1::2])
 
 
-@pytest.mark.parametrize("form", ["jsonl", "parquet", "dataset"])
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_an_id_that_stands_twice_is_named_with_both_places(tmp_path: Path, form: str) -> None:
     rows = [*ROWS[:5], ROWS[2]]
     path = tmp_path / tasks_path(form)
-    if form == "dataset":
-        dataset(path, rows)
-    elif form == "parquet":
+    if form == "parquet":
         parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -90,50 +69,11 @@ def test_damaged_parquet_is_refused(tmp_path: Path) -> None:
             read_tasks(path)
 
 
-def test_a_dataset_that_is_cut_or_lacks_a_file_is_refused(tmp_path: Path) -> None:
-    directory = written(tmp_path, "dataset")
-    file = directory / "data-00001-of-00003.arrow"
-    whole = file.read_bytes()
-    for cut in (0, 7, 100, len(whole) // 2, len(whole) - 8, len(whole) - 1):
-        file.write_bytes(whole[:cut])
-        with pytest.raises(TaskFileError, match=r"data-00001.*(end mark|damaged)"):
-            read_tasks(directory)
-    file.write_bytes(b"\0" * 64 + whole[64:])
-    with pytest.raises(TaskFileError, match="damaged Arrow data"):
-        read_tasks(directory)
-    file.unlink()
-    with pytest.raises(TaskFileError, match=r"is not there; seen: .*data-00001"):
-        read_tasks(directory)
-
-
-@pytest.mark.parametrize("state", ["", "[]", "{}", '{"_data_files": [{}]}', '{"_data_files": 3}'])
-def test_a_state_of_another_form_is_refused(tmp_path: Path, state: str) -> None:
-    (tmp_path / "state.json").write_text(state)
-    with pytest.raises(TaskFileError, match=r"state\.json: another form; seen: .*save_to_disk"):
-        read_tasks(tmp_path)
-
-
-def test_a_directory_without_a_dataset_and_one_of_splits_are_told_apart(tmp_path: Path) -> None:
-    with pytest.raises(TaskFileError, match="no dataset on disk"):
-        read_tasks(tmp_path)
-    dataset(tmp_path / "train", ROWS[:2])
-    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
-    with pytest.raises(
-        TaskFileError, match=r"several splits; name one of them; .*allowed: .*/train"
-    ):
-        read_tasks(tmp_path)
-
-
-@pytest.mark.parametrize("form", ["jsonl", "parquet", "dataset"])
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_a_file_without_tasks_is_refused(tmp_path: Path, form: str) -> None:
     path = tmp_path / tasks_path(form)
     schema = pyarrow.schema([("prompt", pyarrow.string())])
-    if form == "dataset":
-        path.mkdir()
-        with ipc.new_stream(str(path / "a.arrow"), schema):
-            pass
-        (path / "state.json").write_text('{"_data_files": [{"filename": "a.arrow"}]}')
-    elif form == "parquet":
+    if form == "parquet":
         parquet.write_table(schema.empty_table(), path)
     else:
         path.write_text("\n\n")
@@ -148,7 +88,7 @@ def test_a_data_set_as_the_hub_has_it_is_named_by_a_split_of_its_files(tmp_path:
             parquet.write_table(table, tmp_path / f"{split}-0000{number}-of-00002.parquet")
     tasks = read_tasks(f"{tmp_path}/train-*.parquet")
     assert tasks == [*TASKS[:6:2], *TASKS[1:6:2]]
-    with pytest.raises(TaskFileError, match=r"name those of a split.*test-\*.*, .*train-\*"):
+    with pytest.raises(TaskFileError, match=r"a directory is no task file.*train-\*"):
         read_tasks(tmp_path)
     with pytest.raises(TaskFileError, match=r"valid-\*\.parquet does not exist"):
         read_tasks(f"{tmp_path}/valid-*.parquet")

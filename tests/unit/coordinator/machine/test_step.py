@@ -234,17 +234,13 @@ def test_the_last_released_slot_stays_free() -> None:
     assert (issued, tuple(state.slots)) == ((), (Slot(Holder.NONE, 1),))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [replace(TWO, drafter_enabled=False), replace(TWO, min_workers_for_training=2)],
-    ids=["disabled", "too_few_released"],
-)
-def test_the_drafter_gets_no_slot_when_the_settings_forbid_it(settings: RunSettings) -> None:
+def test_the_drafter_gets_no_slot_when_the_settings_forbid_it() -> None:
+    settings = replace(TWO, drafter_enabled=False)
     assert step(begun(settings), events.ShareDone(2, 1, 0))[1] == ()
 
 
 def test_the_drafter_gets_slots_of_the_workers_on_its_host_only() -> None:
-    before = begun(replace(TWO, leasable_workers=1, min_workers_for_training=2))
+    before = begun(replace(TWO, leasable_workers=1))
     state, issued = step(before, events.ShareDone(2, 1, 1))
     assert (issued, state.lease) == ((), None), "worker 1 is at another gateway"
     activates = commands.ActivateDrafter(0, 2, (0,), VersionSet())
@@ -281,15 +277,6 @@ def test_the_tasks_of_a_step_say_whether_rows_are_captured() -> None:
     assert [one.capture for one in issued if isinstance(one, commands.RunTasks)] == [True]
     _, issued = step(replace(started, drafter_rests_until=1), events.StepBegan(1, 0))
     assert [one.capture for one in issued if isinstance(one, commands.RunTasks)] == [False]
-
-
-def test_several_released_slots_are_leased_together_up_to_the_limit() -> None:
-    settings = replace(TWO, workers=4, min_workers_for_training=2, max_drafter_slots=2)
-    state, issued = run(begun(settings), events.ShareDone(2, 1, 3), events.ShareDone(3, 1, 1))
-    assert [
-        command.slots for command in issued if isinstance(command, commands.ActivateDrafter)
-    ] == [(1, 3)]
-    assert step(state, events.ShareDone(4, 1, 0))[1] == ()
 
 
 def test_finished_tasks_preempt_the_drafter_before_the_policy_gets_its_slots() -> None:

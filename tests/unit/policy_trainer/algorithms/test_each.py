@@ -114,11 +114,11 @@ def by_trajectory(gamma: float, lam: float, values: list[float], of: list[float]
         ),
         (
             "dapo",
-            {"overlong_tokens": 4, "overlong_buffer": 2, "overlong_penalty": 0.6},
+            {"overlong_tokens": 4, "overlong_buffer": 2},
             per_token(
                 by_hand.group_relative(
                     [
-                        score - 0.6 * min(max((count - 2) / 2, 0.0), 1.0)
+                        score - min(max((count - 2) / 2, 0.0), 1.0)
                         for score, count in zip(SCORES, TOKENS, strict=True)
                     ],
                     GROUPS,

@@ -116,7 +116,7 @@ def learned(
 
 LEARNERS: list[dict[str, Any]] = [
     {"name": "grpo"},
-    {"name": "dr_grpo", "aggregation_tokens": REPLY},
+    {"name": "dr_grpo"},
     {"name": "rloo"},
     {"name": "reinforce_plus_plus_baseline"},
     {"name": "ppo", "critic_lr": 3e-3, "gae_lambda": 0.95},

@@ -128,7 +128,6 @@ def test_calls_follow_a_grammar_where_nothing_of_them_may_be_trained(
         ({}, session(about=untrained), True),
         ({}, session(), False),
         ({"trajectories": True}, None, False),
-        ({"trajectories": True, "sessions": {"implicit": False}}, None, True),
         ({"chat": {"tool_grammars": "always"}, "trajectories": True}, None, True),
         ({"chat": {"tool_grammars": "never"}}, session(about=untrained), False),
     ):
@@ -379,14 +378,6 @@ def test_another_temperature_is_another_session_for_a_caller_without_one(desk: D
     assert second.session is not first.session
     assert second.session.assignment.trainable
     assert second.parent is None
-
-
-def test_callers_without_session_have_none_when_it_is_switched_off() -> None:
-    desk = Desk(CODEC, MODEL.vocab_size, sessions={"implicit": False})
-    (plan,) = chat(desk, None, USER)
-    assert (plan.session, plan.parent, len(desk.sessions)) == (None, None, 0)
-    desk.answer(plan, saying("42"))
-    assert desk.engine.recorded_turns == []
 
 
 def test_completions_without_a_session_open_none(desk: Desk) -> None:

@@ -100,12 +100,6 @@ class Says:
     def score(self, episode):
         return eval(episode.text)
 
-class Both:
-    def score(self, episode):
-        return 2.0
-    def score_batch(self, episodes):
-        return ("of its own use",)
-
 class NoScore:
     pass
 
@@ -177,10 +171,6 @@ async def test_a_rule_sees_messages_metadata_and_answer(rules: RewardRules, path
 async def test_coroutines_of_a_rule_share_one_event_loop(rules: RewardRules, path: Path) -> None:
     rule = rules.rule("Later")
     assert [await rule.score(episode()) for _ in range(2)] == [1.0, 1.0]
-
-
-async def test_a_method_score_batch_of_a_users_rule_is_its_own_affair(rules: RewardRules) -> None:
-    assert await rules.rule("Both").score(episode()) == 2.0
 
 
 async def test_a_package_path_names_a_rule_and_loads_no_torch(
