@@ -92,7 +92,9 @@ async def test_a_quick_run_has_every_section_and_equal_tokens_everywhere(
 ) -> None:
     """test_engine_gateways.py covers the sections with whole gateways."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    one_engine = ",".join(name for name in bench.SECTIONS if name not in ("launch", "capture"))
+    one_engine = ",".join(
+        name for name in bench.SECTIONS if name not in ("launch", "capture", "pretrained")
+    )
     result = await bench.run(options(quick=True, only=[one_engine]))
     sections = {str(row["section"]).split(",")[0] for row in result.rows}
     assert sections == {
@@ -270,4 +272,19 @@ async def test_a_section_that_is_none_is_refused() -> None:
 
 def test_sections_run_in_their_own_order() -> None:
     assert bench.chosen_sections("profile,memory") == ["memory", "profile"]
-    assert bench.chosen_sections("") == list(bench.SECTIONS)
+    usual = bench.chosen_sections("")
+    assert usual == [name for name in bench.SECTIONS if name != "pretrained"]
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_a_quick_run_on_the_pretrained_model_has_equal_tokens_in_every_arm(
+    real_model: Path,
+) -> None:
+    result = await bench.run(options(quick=True, only=["pretrained"]))
+    rows = [row for row in result.rows if row["section"] == "chat, float32"]
+    ways = ["off", "self:2_1_3", "self:4_1_5", "ngram:4_1_5", "bandit epsilon_greedy"]
+    assert [row["way"] for row in rows] == ways
+    assert float(rows[2]["acceptance length"]) > 3  # of four drafts in four bits, one more token
+    assert result.goals[-1].met
