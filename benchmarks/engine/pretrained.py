@@ -5,6 +5,7 @@ on chat, and on a text to copy.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
@@ -20,8 +21,9 @@ from benchmarks.engine.sections import (
     judged,
     speed_rows,
 )
-from benchmarks.peers.environments import cache_home
 from benchmarks.result import Goal, Row
+from benchmarks.start_drafters import REAL
+from paceline.cli.run_files import merged
 from paceline.errors import NotFound
 
 ARMS = ("self:2_1_3", "self:4_1_5", "ngram:4_1_5")
@@ -42,9 +44,7 @@ QUESTIONS = (
 
 async def pretrained(plan: Extent) -> Findings:
     """Measures each number format, task and batch size. Raises NotFound without the model."""
-    folder = cache_home() / "smollm2" / "SmolLM2-135M-Instruct"
-    if not (folder / "config.json").is_file():
-        raise NotFound("no model here", seen=folder, allowed="python examples/real/fetch_model.py")
+    folder = _model()
     rows, goals, exact = list[Row](), list[Goal](), list[Row]()
     for dtype in ("float32", "bfloat16"):
         changes = {
@@ -74,6 +74,13 @@ async def pretrained(plan: Extent) -> Findings:
                 title = f"{what}, batch {batch}: bandit / best arm, {best}"
                 goals.append(judged(title, HINDSIGHT_GOAL, ratio))
     return Findings(rows, [*goals, equality_goal("float32", exact)])
+
+
+def _model() -> Path:
+    folder = Path(merged([REAL], [])["gateway"]["model"]).expanduser()
+    if not (folder / "config.json").is_file():
+        raise NotFound("no model here", seen=folder, allowed="python examples/real/fetch_model.py")
+    return folder
 
 
 def _work(prompts: Sequence[tuple[int, ...]], batch: int, tokens: int) -> Workload:

@@ -73,7 +73,7 @@ def serve(plan: dict[str, Any], answers: Any) -> None:
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
-    class Asked(import_module("transformers").TrainerCallback):  # type: ignore[misc]
+    class StepByLine(import_module("transformers").TrainerCallback):  # type: ignore[misc]
         """Waits for a line before a step, and answers after the step's log."""
 
         began = 0.0
@@ -91,7 +91,7 @@ def serve(plan: dict[str, Any], answers: Any) -> None:
                 send({"step_s": took, "tokens": tokens, "reward": logs["reward"]})
 
     trainer = trainer_of(plan)
-    trainer.add_callback(Asked())
+    trainer.add_callback(StepByLine())
     send({"versions": {one: version(one) for one in PACKAGES}})
     trainer.train()
 

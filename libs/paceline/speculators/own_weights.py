@@ -1,4 +1,4 @@
-"""Drafts with the policy's own weights, rounded to four bits (after EfficientRollout, arXiv 2606.18967).
+"""Drafts with the policy's own weights, rounded to four bits (EfficientRollout, arXiv 2606.18967).
 
 The copy follows the policy at each commit, so it needs no training and is never stale. It attends
 to the policy's own keys and values, and writes those of its drafts behind them; verification writes
