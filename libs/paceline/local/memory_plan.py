@@ -92,16 +92,17 @@ def host_plans(
     """The plans on a host without GPUs, with the processes themselves, and with published and saved
     weights.
 
-    A rank keeps its rows of the last version and memory for the next one, and the gateway keeps
-    memory for a version. A push of rounded weights fills the workers' files too. A checkpoint
-    copies weights and moments. Both follow a step, in the memory of its gradients and activations
-    as far as it reaches.
+    A rank keeps its rows of the last version. A push holds another version three times: in the
+    rank, in the gateway and in the workers' files. The rank and the gateway keep that memory unless
+    it is a large share of the machine's. A checkpoint copies weights and moments. Both follow a
+    step, in the memory of its gradients and activations as far as it reaches.
     """
     trained = learner.parts["gradients"]
     version = _share(parameters(model), learner.devices) * ITEM[policy.publish_dtype] // FLOAT
     of_step = ("gradients", "gathered", "activations", "logits")
-    after = version + 3 * trained - sum(learner.parts[part] for part in of_step)
-    kept = {"versions": 3 * version, "push and checkpoint": max(0, after)}
+    kept_versions = 3 if version <= processor.memory_bytes() // processor.KEPT_SHARE else 1
+    after = (4 - kept_versions) * version + 3 * trained - sum(learner.parts[part] for part in of_step)
+    kept = {"versions": kept_versions * version, "push and checkpoint": max(0, after)}
     learner = replace(learner, parts={**learner.parts, **kept})
     alone = [
         replace(one, parts={**one.parts, "process": PROCESS}) for one in (engine, learner, trainer)

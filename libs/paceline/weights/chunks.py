@@ -22,7 +22,7 @@ import numpy as np
 import psutil
 
 from paceline.errors import InvalidInput, ResourceExhausted
-from paceline.processor import HUGE_PAGE, memory_bytes
+from paceline.processor import HUGE_PAGE, KEPT_SHARE, memory_bytes
 from paceline.telemetry import get_logger
 from paceline.v1.weights_pb2 import WEIGHT_ENCODING_SPARSE_DELTA, Manifest
 from paceline.whole_files import writing
@@ -124,8 +124,6 @@ def in_threads(work: Callable[[A], B], items: Iterable[A]) -> Iterator[B]:
             yield under_way.popleft().result()
 
 
-KEPT_SHARE = 16
-"""Dropped memory is kept if it is smaller than the machine's memory divided by this."""
 _GROUP = Path("/sys/fs/cgroup")
 
 
