@@ -100,9 +100,10 @@ def host_plans(
     trained = learner.parts["gradients"]
     version = _share(parameters(model), learner.devices) * ITEM[policy.publish_dtype] // FLOAT
     of_step = ("gradients", "gathered", "activations", "logits")
-    kept_versions = 3 if version <= processor.memory_bytes() // processor.KEPT_SHARE else 1
-    after = (4 - kept_versions) * version + 3 * trained - sum(learner.parts[part] for part in of_step)
-    kept = {"versions": kept_versions * version, "push and checkpoint": max(0, after)}
+    held = 3 if version <= processor.memory_bytes() // processor.KEPT_SHARE else 1
+    room = sum(learner.parts[part] for part in of_step)
+    after = (4 - held) * version + 3 * trained - room
+    kept = {"versions": held * version, "push and checkpoint": max(0, after)}
     learner = replace(learner, parts={**learner.parts, **kept})
     alone = [
         replace(one, parts={**one.parts, "process": PROCESS}) for one in (engine, learner, trainer)

@@ -150,7 +150,7 @@ def allocate(nbytes: int) -> memoryview:
         return memoryview(memory)
     array = np.frombuffer(memory, dtype=np.uint8)  # lives as long as any view of it
     weakref.finalize(array, _spare.append, memory).atexit = False
-    return memoryview(array)
+    return array.data
 
 
 def _reused(nbytes: int) -> mmap.mmap | None:
@@ -177,8 +177,8 @@ def mapped_file(nbytes: int, directory: Path) -> memoryview:
 
 
 def room_for(nbytes: int, directory: Path) -> memoryview:
-    """Bytes of any value for a version: in memory, or in an unnamed file of the directory if they would
-    take more than half of the available memory. Raises ResourceExhausted.
+    """Bytes of any value for a version: in memory, or in an unnamed file of the directory if they
+    would take more than half of the available memory. Raises ResourceExhausted.
     """
     if nbytes <= available_bytes() // 2:
         return allocate(nbytes)

@@ -115,7 +115,8 @@ class Spool:
         room.
         """
         if nbytes > shutil.disk_usage(self._directory).free:
-            self._remove_leftovers()
+            for spare in map(self._spare_file, manifests.TARGET_NAMES):
+                spare.unlink(missing_ok=True)
         free = shutil.disk_usage(self._directory).free
         if nbytes > free:
             raise ResourceExhausted(
