@@ -16,6 +16,11 @@ FEWEST_BYTES = 1 << 20
 PACKED_SHARE = 8
 """Weights are packed, and so held twice, if they are smaller than memory divided by this."""
 
+KEPT_SHARE = 16
+"""Memory of a dropped version is kept for the next one if it is at most the machine's memory
+divided by this.
+"""
+
 
 def memory_bytes() -> int:
     """Memory of the machine, or the limit of the container if that is smaller."""

@@ -4,10 +4,12 @@ A flipped byte in the manifest is detected too: a hash no longer matches, or the
 """
 
 import errno
+import fcntl
 import hashlib
 import json
 import mmap
 import os
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -118,6 +120,22 @@ def sync_file(path: Path, synced: Callable[[], None] = lambda: None) -> None:
                     mapped.flush(start, min(PART_BYTES, nbytes - start))
                     synced()
         os.fsync(file.fileno())
+
+
+def is_open(path: Path) -> bool:
+    """Whether a process has the file open or mapped. True where the system cannot grant a lease,
+    which the kernel refuses for an open file.
+    """
+    if not hasattr(fcntl, "F_SETLEASE"):
+        return True
+    with path.open("r+b") as file:
+        try:
+            # Ignored by default: an open during the lease would otherwise end this process.
+            fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        except OSError:
+            return True
+    return False
 
 
 def replace_synced(path: Path, content: bytes) -> None:

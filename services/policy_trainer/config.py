@@ -138,8 +138,8 @@ class PolicyTrainerConfig(ServiceConfig):
     """Element type of pushed weights."""
     publish_deltas: Literal["auto", "never"] = "auto"
     """Push of changed weights only; receivers get the same bits. `auto`: if these take at most a
-    sixteenth of the bytes; `never`. With `auto`, each rank keeps its rows of the last version in an
-    unnamed file beside the pushed version.
+    sixteenth of the bytes; `never`. With `auto`, each rank keeps its rows of the last version
+    beside the pushed version.
     """
     push_head: bool = True
     """Whether embed_tokens and lm_head are also pushed to the drafter trainer."""

@@ -28,7 +28,7 @@ from paceline.v1 import trajectory_pb2, weights_pb2_grpc
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY, WEIGHT_TARGET_POLICY_HEAD
 from paceline.v1.weights_pb2 import GetVersionsRequest, Manifest
 from paceline.weights import Parcel, PushReport, WeightSender, pull_weights
-from paceline.weights.chunks import mapped_file
+from paceline.weights.chunks import room_for
 from paceline.weights.manifest import layouts as layouts_of
 from paceline.weights.manifest import unchecked_manifest
 from paceline.weights.push import push_deadline_s
@@ -47,7 +47,7 @@ class Publication:
     """One version with this rank's rows."""
 
     policy: Announced  # model.safetensors: without a tied lm_head, or adapters
-    head: Announced  # embed_tokens and lm_head, also if tied
+    head: Announced  # embed_tokens, and lm_head unless both are tied
 
 
 def senders_of_ranks() -> Senders:
@@ -66,9 +66,9 @@ def publication_of(
     """This rank's rows of the weights, converted to the serving type. `weights` must have the order
     of `shapes`. Collective.
 
-    `added`: the version consists of adapters, without embedding and head. The rows are in an
-    unnamed file. Raises ResourceExhausted on all ranks if a rank has no space even after
-    `make_room`. Raises WeightsError on all ranks for a non-finite number.
+    `added`: the version consists of adapters, without embedding and head. Raises ResourceExhausted
+    on all ranks if a rank has no space even after `make_room`. Raises WeightsError on all ranks for
+    a non-finite number.
     """
     dtypes = dict.fromkeys(shapes, getattr(torch, config.publish_dtype))
     if added is not None:  # engines identify the start's head by these bytes
@@ -77,7 +77,7 @@ def publication_of(
         TensorLayout(name, _NAMES[dtypes[name]], tuple(shape)) for name, shape in shapes.items()
     ]
     held = [_held(layout) for layout in layouts]
-    buffer = _file_of_each_rank(sum(one.nbytes for one in held), config, make_room)
+    buffer = _room_of_each_rank(sum(one.nbytes for one in held), config, make_room)
     tensors, offset = {}, 0
     for (name, weight), own in zip(weights, held, strict=True):
         assert name == own.name, f"{name} comes in the place of {own.name}"
@@ -110,17 +110,14 @@ def _announced(
     """Two manifests, complete on every rank. Collective."""
     head = tensors.get(HEAD, tensors[EMBEDDING])
     name = process.from_rank_zero(head_hash_of(shards.bytes_in_order(head.view)))
-    both = {EMBEDDING: tensors[EMBEDDING], HEAD: head}
-    of = {layout.name: layout for layout in layouts}
-    embedding = of[EMBEDDING]
-    heads = [embedding, of.get(HEAD, TensorLayout(HEAD, embedding.dtype, embedding.shape))]
-    own = [one for one in layouts if added is None or one.name not in both]
+    heads = [one for one in layouts if one.name in (EMBEDDING, HEAD)]
+    own = [one for one in layouts if added is None or one not in heads]
     metadata = {} if added is None else {ADAPTERS: added.text()}
     policy = unchecked_manifest(
         WEIGHT_TARGET_POLICY, version, own, lm_head_hash=name, metadata=metadata
     )
     whole = unchecked_manifest(WEIGHT_TARGET_POLICY_HEAD, version, heads, lm_head_hash=name)
-    return Publication(_announced_part(policy, tensors), _announced_part(whole, both))
+    return Publication(_announced_part(policy, tensors), _announced_part(whole, tensors))
 
 
 def _announced_part(manifest: Manifest, tensors: Mapping[str, NamedTensor]) -> Announced:
@@ -131,32 +128,32 @@ def _announced_part(manifest: Manifest, tensors: Mapping[str, NamedTensor]) -> A
     return check_share(manifest, held, senders_of_ranks())
 
 
-def _file_of_each_rank(
+def _room_of_each_rank(
     nbytes: int, config: PolicyTrainerConfig, make_room: Callable[[], None] | None
 ) -> memoryview:
-    """A file for this rank's rows; empty for a rank without rows. Collective."""
-    file, fault = memoryview(b""), ""
+    """Bytes for this rank's rows; empty for a rank without rows. Collective."""
+    room, fault = memoryview(b""), ""
     try:
         if nbytes:
-            file = _file(nbytes, config, make_room)
+            room = _room(nbytes, config, make_room)
     except ResourceExhausted as error:
         fault = str(error)
     if fault := next(filter(None, process.from_all_ranks(fault)), ""):
         raise ResourceExhausted(f"no room for what is published: {fault}", seen=nbytes)
-    return file
+    return room
 
 
-def _file(
+def _room(
     nbytes: int, config: PolicyTrainerConfig, make_room: Callable[[], None] | None
 ) -> memoryview:
     try:
-        return mapped_file(nbytes, config.checkpoints_dir)
+        return room_for(nbytes, config.checkpoints_dir)
     except ResourceExhausted as error:
         if make_room is None:
             raise
         _log.warning("room_made_for_publication", error=str(error))
     make_room()
-    return mapped_file(nbytes, config.checkpoints_dir)
+    return room_for(nbytes, config.checkpoints_dir)
 
 
 async def pull_served(own: Manifest, config: PolicyTrainerConfig) -> list[NamedTensor] | None:

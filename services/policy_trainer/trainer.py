@@ -22,11 +22,16 @@ from paceline.services.policy_trainer.learn.learner import Learner
 from paceline.tagged_json import from_object, to_object
 from paceline.telemetry import extract, names, span
 from paceline.training import checkpoints, process, shards
+from paceline.weights.chunks import available_bytes
 
 _PREFIX = "step-"  # a checkpoint's number is its policy version
 SKIPPED_IN_ROW = 3
 """Number of consecutive steps with skipped updates that ends the run, because it no
 longer learns.
+"""
+HELD_IN_PUSH = 4
+"""Versions that other processes may take from the memory in a push: in the gateway, in its spool
+and in the workers' files, and the head. Fresh memory costs more than memory that the heap has kept.
 """
 _NO_TRACE: Mapping[str, str] = {}
 
@@ -139,10 +144,11 @@ class PolicyTrainer:
             self._leave_device()
             raise
         self._leave_device()
-        if self._on_cpu:  # the gateway and its workers need it during the push
-            give_back_heap()
         if publication is None:
             return
+        version = publication.policy.manifest.total_bytes
+        if self._on_cpu and available_bytes() < HELD_IN_PUSH * version:
+            give_back_heap()
         if self.zero:
             self.zero.push(command, self.progress, publication)
         else:

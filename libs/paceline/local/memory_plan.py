@@ -93,14 +93,17 @@ def host_plans(
     weights.
 
     A rank keeps its rows of the last version. A push holds another version three times: in the
-    rank, in the gateway and in the workers' files. A checkpoint copies weights and moments. Both
-    follow a step, in the memory of its gradients and activations as far as it reaches.
+    rank, in the gateway and in the workers' files. The rank and the gateway keep that memory unless
+    it is a large share of the machine's. A checkpoint copies weights and moments. Both follow a
+    step, in the memory of its gradients and activations as far as it reaches.
     """
     trained = learner.parts["gradients"]
     version = _share(parameters(model), learner.devices) * ITEM[policy.publish_dtype] // FLOAT
     of_step = ("gradients", "gathered", "activations", "logits")
-    after = 3 * version + 3 * trained - sum(learner.parts[part] for part in of_step)
-    kept = {"last version": version, "push and checkpoint": max(0, after)}
+    held = 3 if version <= processor.memory_bytes() // processor.KEPT_SHARE else 1
+    room = sum(learner.parts[part] for part in of_step)
+    after = (4 - held) * version + 3 * trained - room
+    kept = {"versions": held * version, "push and checkpoint": max(0, after)}
     learner = replace(learner, parts={**learner.parts, **kept})
     alone = [
         replace(one, parts={**one.parts, "process": PROCESS}) for one in (engine, learner, trainer)

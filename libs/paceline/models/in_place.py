@@ -1,9 +1,11 @@
 """Serves later versions of a model in the storages of the first (FlashRL; Liu et al. 2025). Every
 holder of a tensor, such as a view or a captured CUDA graph, then computes with the new numbers.
 
-A version is read, assembled and rounded tensor by tensor (loading.py) into an unnamed file:
-`staged`. Serving it is then one copy per tensor (`serve_staged`). This needs memory for the largest
-tensor as loaded; staged data is in the page cache and on the disk.
+A version is checked: `staged`. Serving it is then one copy per tensor (`serve_staged`). A version
+that is served in its stored dtype is copied from its own mapped files, which may lose their names
+meanwhile. Any other version is first rounded and assembled tensor by tensor (loading.py) into an
+unnamed file. This needs memory for the largest tensor as loaded; staged data is in the page cache
+and on the disk.
 
 An interrupted copy leaves earlier tensors new and later tensors old. The process then ends, and its
 successor reads the serving set from its own files.
@@ -37,14 +39,31 @@ ALIGNED = 64
 
 @dataclass(frozen=True, slots=True)
 class StagedWeights:
-    """A version in a file, in the layout of the serving storages."""
+    """A version in files, to be read in the layout of the serving storages."""
 
     profile: Profile | None
     tensors: Mapping[str, Tensor]
-    """Views of the mapped file, on the CPU."""
+    """Views of a mapped file, or joined rows of one, on the CPU."""
     head_hash: str
     path: Path
     """Directory from which the version was read."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored(Mapping[str, Tensor]):
+    """Tensors by place, assembled at each access."""
+
+    records: Mapping[str, loading.ServedTensor]
+    stored: Mapping[str, Tensor]
+
+    def __getitem__(self, place: str) -> Tensor:
+        return self.records[place].unrounded(self.stored)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.records)
+
+    def __len__(self) -> int:
+        return len(self.records)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +118,24 @@ class ServedModel:
             matrix = record.built(tensors, self.dtype, self.device, self.profile)
             yield from storages_of({record.place: matrix})
 
+    def _serves_as_stored(self, tensors: Mapping[str, Tensor]) -> bool:
+        whole = self.profile is None and isinstance(tensors, dict)  # else adapters are added
+        return whole and {one.dtype for one in tensors.values()} == {self.dtype}
+
     def staged(self, path: Path) -> StagedWeights:
-        """Reads a version. The file is in its directory if that is writable, else among temporary
-        files.
+        """Reads a version. An unnamed file is in its directory if that is writable, else among
+        temporary files.
 
         Raises as `load`, and ResourceExhausted if the disk is full.
         """
         named = loading.checked_model(self.config, read_version(path, self.start))
-        with _unnamed_file(path) as file:
-            tensors = _written(file, self._storages(named))
+        tensors: Mapping[str, Tensor]
+        if self._serves_as_stored(named):
+            records = {record.place: record for record in loading.model_records(self.config)}
+            tensors = _Stored(records, named)
+        else:
+            with _unnamed_file(path) as file:
+                tensors = _written(file, self._storages(named))
         return StagedWeights(self.profile, tensors, loading.hash_head(named), path)
 
 

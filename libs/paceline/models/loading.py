@@ -74,6 +74,11 @@ class ServedTensor:
     rounded: bool = False
     """Whether a profile rounds it."""
 
+    def unrounded(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Its numbers as stored; a view of the only part where the part is served unchanged."""
+        rows = [part.turned(tensors[part.name].detach()) for part in self.parts]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
     def built(
         self,
         tensors: Mapping[str, Tensor],

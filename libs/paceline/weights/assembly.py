@@ -26,7 +26,7 @@ class Assembly:
     def __init__(
         self, manifest: Manifest, allocated: Callable[[int], memoryview] = chunks.allocate
     ) -> None:
-        """`allocated`: returns a buffer of that many zeroed bytes. Raises InvalidInput for an
+        """`allocated`: returns a buffer of that many bytes. Raises InvalidInput for an
         invalid manifest, ResourceExhausted.
         """
         check_manifest(manifest)

@@ -8,19 +8,26 @@ import hashlib
 import mmap
 import os
 import tempfile
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 import psutil
 
 from paceline.errors import InvalidInput, ResourceExhausted
+from paceline.processor import HUGE_PAGE, KEPT_SHARE, memory_bytes
+from paceline.telemetry import get_logger
 from paceline.v1.weights_pb2 import WEIGHT_ENCODING_SPARSE_DELTA, Manifest
 from paceline.whole_files import writing
+
+_log = get_logger(__name__)
 
 
 class CheckedRange(NamedTuple):
@@ -120,20 +127,40 @@ def in_threads(work: Callable[[A], B], items: Iterable[A]) -> Iterator[B]:
 _GROUP = Path("/sys/fs/cgroup")
 
 
+_spare: deque[mmap.mmap] = deque(maxlen=2)
+"""Memory of dropped versions, for the next ones: a system takes up to 2 s for a fresh GB."""
+
+
 def allocate(nbytes: int) -> memoryview:
-    """Zeroed memory in a mapping of its own, so it returns to the system when dropped. Uses huge
-    pages if offered.
+    """Bytes of any value in a mapping of their own, which is kept for later calls when they are
+    dropped, unless it is a large share of the memory. Uses huge pages if offered.
 
     Raises ResourceExhausted.
     """
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    try:
-        memory = mmap.mmap(-1, nbytes, flags=flags)
-    except OSError as error:
-        raise ResourceExhausted("no memory for a version", seen=nbytes) from error
-    if hasattr(mmap, "MADV_HUGEPAGE") and nbytes >= 2 << 20:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(memory)
+    memory = _reused(nbytes)
+    if memory is None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        try:
+            memory = mmap.mmap(-1, nbytes, flags=flags)
+        except OSError as error:
+            raise ResourceExhausted("no memory for a version", seen=nbytes) from error
+        if hasattr(mmap, "MADV_HUGEPAGE") and nbytes >= HUGE_PAGE:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    if not HUGE_PAGE <= nbytes <= memory_bytes() // KEPT_SHARE:
+        return memoryview(memory)
+    array = np.frombuffer(memory, dtype=np.uint8)  # lives as long as any view of it
+    weakref.finalize(array, _spare.append, memory).atexit = False
+    return array.data
+
+
+def _reused(nbytes: int) -> mmap.mmap | None:
+    for _ in range(len(_spare)):
+        with suppress(IndexError):  # another thread took it
+            memory = _spare.popleft()
+            if len(memory) == nbytes:
+                return memory
+            _spare.append(memory)
+    return None
 
 
 def mapped_file(nbytes: int, directory: Path) -> memoryview:
@@ -147,6 +174,17 @@ def mapped_file(nbytes: int, directory: Path) -> memoryview:
         with tempfile.TemporaryFile(dir=directory) as file:
             os.posix_fallocate(file.fileno(), 0, nbytes)
             return memoryview(mmap.mmap(file.fileno(), nbytes))
+
+
+def room_for(nbytes: int, directory: Path) -> memoryview:
+    """Bytes of any value for a version: in memory, or in an unnamed file of the directory if they
+    would take more than half of the available memory. Raises ResourceExhausted.
+    """
+    if nbytes <= available_bytes() // 2:
+        return allocate(nbytes)
+    _spare.clear()
+    _log.warning("version_assembled_on_disk", bytes=nbytes)
+    return mapped_file(nbytes, directory)
 
 
 def available_bytes() -> int:

@@ -18,6 +18,7 @@ from pathlib import Path
 from google.protobuf import json_format
 
 from paceline.errors import DataLoss, NotFound, ResourceExhausted, WeightsError
+from paceline.processor import HUGE_PAGE
 from paceline.telemetry import get_logger
 from paceline.tensors import DOCUMENTS
 from paceline.trajectory import VersionSet
@@ -26,7 +27,7 @@ from paceline.weights import chunks
 from paceline.weights import manifest as manifests
 from paceline.weights.committed_sets import CommittedSets, Part, named, part_version
 from paceline.weights.metrics import VERSIONS_DAMAGED
-from paceline.whole_files import DISK_FULL, TEMPORARY, sync_file, sync_path, writing
+from paceline.whole_files import DISK_FULL, TEMPORARY, is_open, sync_file, sync_path, writing
 
 _log = get_logger(__name__)
 _READ_BYTES = 16 << 20
@@ -113,6 +114,9 @@ class Spool:
         """Raises ResourceExhausted, with the reason of a full disk, when so many more bytes find no
         room.
         """
+        if nbytes > shutil.disk_usage(self._directory).free:
+            for spare in map(self._spare_file, manifests.TARGET_NAMES):
+                spare.unlink(missing_ok=True)
         free = shutil.disk_usage(self._directory).free
         if nbytes > free:
             raise ResourceExhausted(
@@ -123,13 +127,8 @@ class Spool:
             )
 
     def room_for(self, nbytes: int) -> memoryview:
-        """Zeroed bytes for a version to be written: in memory, or in a file of the spool if they
-        would take more than half of the available memory. Raises ResourceExhausted.
-        """
-        if nbytes <= chunks.available_bytes() // 2:
-            return chunks.allocate(nbytes)
-        _log.warning("version_assembled_on_disk", bytes=nbytes)
-        return chunks.mapped_file(nbytes, self._directory)
+        """As chunks.room_for, in a file of the spool if memory lacks room."""
+        return chunks.room_for(nbytes, self._directory)
 
     def remove(self, target: int, version: int) -> None:
         """Removes a version, even one of a kept set, so that it can be written again."""
@@ -232,8 +231,13 @@ class Spool:
         text = json_format.MessageToJson(manifest, indent=None).encode()
         content = manifest.content_hash or manifests.hash_of(manifest, buffer)
         header = manifests.header_of(manifest, text, content)
-        with (temporary / manifests.TENSORS).open("wb") as file:
+        tensors, spare = temporary / manifests.TENSORS, self._spare_file(manifest.target)
+        if spare.exists():
+            spare.rename(tensors)
+        tensors.touch()
+        with tensors.open("r+b") as file:
             file.writelines((header, buffer))
+            file.truncate()
         (temporary / manifests.MANIFEST).write_bytes(text)
         for key, name in DOCUMENTS.items():
             if key in manifest.metadata:
@@ -248,7 +252,17 @@ class Spool:
     def _remove(self, part: Part) -> None:
         # The rename makes the removal atomic for readers: a version is whole or absent.
         path = self._folder(*part)
-        shutil.rmtree(path.rename(self._directory / f"{TEMPORARY}gone-{path.name}"))
+        gone = path.rename(self._directory / f"{TEMPORARY}gone-{path.name}")
+        tensors = gone / manifests.TENSORS
+        large = tensors.exists() and tensors.stat().st_size >= HUGE_PAGE
+        if large and not is_open(tensors):
+            # Its pages in memory are cheaper to overwrite than new pages to get.
+            tensors.replace(self._spare_file(part[0]))
+        shutil.rmtree(gone)
+
+    def _spare_file(self, target: int) -> Path:
+        """The file of a removed version, for the target's next version."""
+        return self._directory / f"{TEMPORARY}spare-{manifests.target_name(target)}"
 
     def _committed(self, part: Part) -> bool:
         return bool(self.sets.unknown) or self.sets.names(part)

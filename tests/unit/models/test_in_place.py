@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
@@ -171,7 +172,8 @@ def test_an_update_takes_no_more_memory_than_the_largest_layer_as_it_is_loaded(
         assert staging <= layer + rounding
         assert staging < served / 2
         staged = model.staged(deep / "1")
-        assert peak_of(lambda: serve_staged(weights, staged)) < 16 << 10
+        joined = 0 if profile else layer  # rows of one tensor
+        assert peak_of(lambda: serve_staged(weights, staged)) < joined + (16 << 10)
         loading = peak_of(lambda: model.load(deep / "1")) - mapped
         assert loading <= served + weights.rotation.nbytes + layer + rounding
 
@@ -214,10 +216,20 @@ def test_a_full_disk_is_told_and_leaves_no_file(
 
     monkeypatch.setattr("paceline.models.in_place._unnamed_file", full)
     with pytest.raises(ResourceExhausted, match=r"no room to stage embed.*No space left"):
-        model_of(versions[0], "").staged(versions[1])
+        model_of(versions[0], "fp8_channel").staged(versions[1])
+
+
+def test_a_version_in_the_served_dtype_is_staged_without_a_file_and_served_after_its_removal(
+    versions: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("paceline.models.in_place._unnamed_file")
+    model, path = model_of(versions[0], ""), save_like(versions[1], tmp_path / "1", lambda _, x: x)
+    staged = model.staged(path)
+    shutil.rmtree(path)
+    assert_equal(bits(serve_staged(model.load(versions[0]), staged)), bits(model.load(versions[1])))
 
 
 def test_staging_leaves_no_name_in_the_versions_directory(versions: list[Path]) -> None:
     before = sorted(path.name for path in versions[1].iterdir())
-    model_of(versions[0], "").staged(versions[1])
+    model_of(versions[0], "fp8_channel").staged(versions[1])
     assert sorted(path.name for path in versions[1].iterdir()) == before

@@ -173,7 +173,7 @@ def without_room(model: Path, out: Path) -> None:
         raise ResourceExhausted("no room", seen=nbytes)
 
     if dist.get_rank() == dist.get_world_size() - 1:
-        publish.mapped_file = full
+        publish.room_for = full
     with pytest.raises(ResourceExhausted, match="no room"):
         publication_of(1, learner.weights.published(), learner.weights.shapes(), learner.config)
     assert all(

@@ -252,12 +252,12 @@ def test_a_publication_that_finds_no_room_takes_that_of_the_version_before(
         made.append(1)
         full[0] = False
 
-    monkeypatch.setattr(publish, "mapped_file", allocate)
+    monkeypatch.setattr(publish, "room_for", allocate)
     config = PolicyTrainerConfig.model_validate({"run": {"dir": str(tmp_path)}})
     with pytest.raises(ResourceExhausted, match="no space left"):
-        publish._file(8, config, None)
-    assert len(publish._file(8, config, make_room)) == 8
+        publish._room(8, config, None)
+    assert len(publish._room(8, config, make_room)) == 8
     full[0] = True
     with pytest.raises(ResourceExhausted, match="no space left"):
-        publish._file(8, config, lambda: made.append(2))
+        publish._room(8, config, lambda: made.append(2))
     assert made == [1, 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import resource
 import shutil
 import signal
@@ -10,6 +11,7 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from paceline.trajectory import VersionSet
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER, WEIGHT_TARGET_POLICY
 from paceline.v1.weights_pb2 import Manifest
 from paceline.weights import Spool
+from paceline.whole_files import is_open
 
 P, D = WEIGHT_TARGET_POLICY, WEIGHT_TARGET_DRAFTER
 
@@ -45,6 +48,65 @@ def test_committed_sets_survive_a_restart_and_older_ones_go(tmp_path: Path) -> N
     assert (again.sets.serving, again.sets.previous) == (VersionSet(3, 3, 0), VersionSet(2, 2, 0))
     assert names(tmp_path) == {"policy-2", "policy-3", "versions.json"}
     assert load_file(again.path(P, 3) / "model.safetensors")["w"][0] == 3
+
+
+LARGE = 1 << 20
+
+
+def serve(spool: Spool, *numbers: int, size: int = LARGE) -> None:
+    for number in numbers:
+        spool.write(*version(P, number, size))
+        spool.commit(VersionSet(number, number, 0))
+
+
+def tensors_of(spool: Spool, number: int) -> Path:
+    return spool.path(P, number) / "model.safetensors"
+
+
+def leases(directory: Path) -> bool:
+    (directory / "probe").write_bytes(b"1")
+    return not is_open(directory / "probe")
+
+
+@pytest.mark.parametrize("size", [LARGE, LARGE - 1, LARGE + 1])
+def test_the_file_of_a_removed_version_is_written_over_by_the_next_one(
+    size: int, tmp_path: Path
+) -> None:
+    if not leases(tmp_path):
+        pytest.skip("this file system grants no leases")
+    spool = Spool(tmp_path / "spool")
+    serve(spool, 1)
+    first = tensors_of(spool, 1).stat().st_ino
+    serve(spool, 2, 3)
+    serve(spool, 4, size=size)
+    assert tensors_of(spool, 4).stat().st_ino == first
+    spool.check(P, 4)
+    assert np.array_equal(load_file(tensors_of(spool, 4))["w"], np.full(size, 4.0))
+
+
+def test_a_removed_version_that_a_reader_has_mapped_keeps_its_numbers(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    serve(spool, 1)
+    with tensors_of(spool, 1).open("rb") as file:
+        held = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    serve(spool, 2, 3, 4)
+    assert np.array_equal(np.frombuffer(held[-4 * LARGE :], "<f4"), np.full(LARGE, 1.0))
+    spool.check(P, 4)
+
+
+def test_a_kept_file_gives_way_where_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spool = Spool(tmp_path)
+    serve(spool, 1, 2, 3)
+
+    def usage(directory: Path) -> SimpleNamespace:
+        kept = [*Path(directory).glob(".tmp-*")]
+        return SimpleNamespace(free=0 if kept else 9 * LARGE)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    spool.check_room(4 * LARGE)
+    assert names(tmp_path) == {"policy-2", "policy-3", "versions.json"}
 
 
 def test_the_former_set_serves_again_and_the_left_version_may_be_committed_later(

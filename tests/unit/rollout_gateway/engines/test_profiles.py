@@ -205,7 +205,7 @@ def test_an_update_that_is_interrupted_at_any_tensor_ends_the_worker_and_serves_
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("profile", ROUNDED)
 def test_a_version_that_cannot_be_staged_at_any_tensor_leaves_the_old_set_serving(
     profile: str, versions: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
