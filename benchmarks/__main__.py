@@ -79,6 +79,10 @@ BENCHES = {
         "benchmarks.profiles",
         "accuracy, speed and updates of both engines under every profile",
     ),
+    "tinker": (
+        "benchmarks.tinker_loop",
+        "an RL loop by the Tinker SDK with a co-trained drafter beside no speculation",
+    ),
     "sglang": ("benchmarks.sglang", "the SGLang engine beside the embedded one"),
 }
 """Bench name -> its module and its line in the list. The module defines add_arguments(parser) and

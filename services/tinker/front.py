@@ -270,12 +270,12 @@ class TinkerFront:
         future = self.futures.find(name)
         if future is None:
             future = self.futures.open(name, size)
-            self.futures.start(future, self._sample(sampler, body))
+            self.futures.start(future, self._sample(sampler, body, name))
         return future, names
 
-    async def _sample(self, sampler: Sampler, body: bodies.SampleBody) -> Result:
+    async def _sample(self, sampler: Sampler, body: bodies.SampleBody, name: str) -> Result:
         path = sampler.path
         if path and not (self.config.folder / path).is_dir():
             allowed = f"{self.config.kept_samplers} unnamed samplers of a client; others by name"
             raise errors.NotFound("the weights are gone", seen=sampler.name, allowed=allowed)
-        return await self._samplers.sample(path, body)
+        return await self._samplers.sample(path, body, name)
