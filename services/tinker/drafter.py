@@ -10,7 +10,7 @@ import grpc
 from paceline.errors import PacelineError
 from paceline.local.patience import patient
 from paceline.messages import merge_arms, versions_from_proto
-from paceline.rpc import leased, leases, responses, rpc_errors, wait_healthy
+from paceline.rpc import leased, leases, rpc_errors, wait_healthy
 from paceline.services.tinker.config import TinkerConfig
 from paceline.speculators.costs import round_costs
 from paceline.telemetry import get_logger
@@ -19,11 +19,10 @@ from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.weights import commit_versions
 
-_ASK_S = 30.0
-_RESUME_S = 300.0
-"""Seconds for the return of workers, which may read weights again."""
-_STILL_S = 300.0
-"""Seconds without progress of the drafter trainer after which its lease ends."""
+_RESUME_S = _STILL_S = 300.0
+"""Seconds for the return of workers, which may read weights again; seconds without progress of the
+drafter trainer after which its lease ends.
+"""
 _log = get_logger(__name__)
 
 
@@ -41,7 +40,8 @@ class DrafterLeases:
         self.enabled = config.drafter_workers > 0
         self.promoted = 0
         """Version of a drafter that the gateway has and does not serve; 0: none."""
-        self._config, self._trainer, self._process = config, trainer, context
+        self._config, self._process = config, context
+        self._gateway, self._trainer = gateway, trainer
         self._rollouts: Any = RolloutServiceStub(gateway)  # type: ignore[no-untyped-call]
         self._epochs = count(context.epoch << 30)  # above those of earlier processes
         self._lease: asyncio.Task[None] | None = None
@@ -79,7 +79,8 @@ class DrafterLeases:
             return
         context = self._context()
         training = asyncio.create_task(self._train(context))
-        tasks = {wanted, training, asyncio.create_task(self._traffic())}
+        traffic = asyncio.ensure_future(anext(leases.waiting_traffic(self._gateway)))
+        tasks = {wanted, training, traffic}
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             deadline_s = patient(leases.PREEMPT_S)
@@ -103,9 +104,8 @@ class DrafterLeases:
         config, deadline_s = self._config, patient(leases.ACTIVATION_S)
         await wait_healthy(config.addresses.drafter_trainer, config.security, deadline_s)
         with rpc_errors():
-            status = await self._rollouts.GetStatus(
-                rollout_pb2.GetStatusRequest(), timeout=patient(_ASK_S)
-            )
+            asked = rollout_pb2.GetStatusRequest()
+            status = await self._rollouts.GetStatus(asked, timeout=deadline_s)
         if status.versions.seq:
             try:
                 serving = versions_from_proto(status.versions)
@@ -119,24 +119,13 @@ class DrafterLeases:
             await self._rollouts.ReleaseWorkers(release, timeout=deadline_s)
         arms = merge_arms(arm for worker in status.workers for arm in worker.health.arms)
         request = drafter_pb2.ActivateRequest(
-            context=context,
-            slots=slots,
-            deadline_s=deadline_s,
-            versions=status.versions,
-            round_costs=round_costs(arms),
+            context=context, slots=slots, deadline_s=deadline_s, versions=status.versions
         )
+        request.round_costs.extend(round_costs(arms))
         async with aclosing(leases.activation(self._trainer, request, _STILL_S)) as news:
             async for name, answer in news:
                 if name == "gate" and answer.promoted:
                     self.promoted = answer.drafter_version
-
-    async def _traffic(self) -> None:
-        """Returns when callers of the gateway itself wait for lent workers, or it is away."""
-        with rpc_errors():
-            call = self._rollouts.WatchTraffic(rollout_pb2.WatchTrafficRequest())
-            async with aclosing(responses(call)) as news:
-                async for _ in news:
-                    return
 
     async def _give_back(self) -> None:
         if self._lent is not None:

@@ -13,14 +13,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from paceline.errors import (
-    DataLoss,
-    FailedPrecondition,
-    InternalError,
-    InvalidInput,
-    NotFound,
-    Unavailable,
-)
+from paceline import errors
 from paceline.messages import versions_from_proto
 from paceline.rpc import responses, rpc_errors
 from paceline.rpc.progress import while_moving
@@ -34,7 +27,7 @@ from paceline.v1 import engine_pb2, policy_pb2, rollout_pb2, tinker_pb2, traject
 from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
 from paceline.v1.weights_pb2 import GetVersionsRequest
 from paceline.v1.weights_pb2_grpc import WeightServiceStub
-from paceline.weights import commit_versions
+from paceline.weights import REFUSALS, commit_versions
 
 _ASK_S = 30.0
 _ANSWER_S = 3600.0
@@ -125,9 +118,9 @@ class Samplers:
                         if chunk.prompt_scores:
                             scores[1:] = [one.logprob for one in chunk.prompt_scores]
         if chunk.finish_reason == trajectory_pb2.FINISH_REASON_ERROR:
-            raise InternalError(f"the engine failed: {chunk.error}")
+            raise errors.InternalError(f"the engine failed: {chunk.error}")
         if chunk.finish_reason not in _ENDS:
-            raise Unavailable("the engine aborted the sample")
+            raise errors.Unavailable("the engine aborted the sample")
         if body.prompt_logprobs_last_n:
             scores[: len(prompt) - body.prompt_logprobs_last_n] = np.nan
         sequence = tinker_pb2.TinkerSampledSequence(
@@ -212,7 +205,7 @@ class Samplers:
                 async with while_moving(gateway, _STILL_S) as timeout:
                     await commit_versions(gateway, context, following, deadline_s=timeout)
                 break
-            except (DataLoss, FailedPrecondition, NotFound) as error:
+            except REFUSALS as error:
                 if drafter == serving.drafter:
                     raise
                 _log.warning("drafter_refused", drafter_version=drafter, error=str(error))
@@ -235,7 +228,7 @@ def _sampling(body: SampleBody, number: int, scored: bool) -> trajectory_pb2.Sam
     texts = [one for one in stop or () if isinstance(one, str)]
     ids = [one for one in stop or () if isinstance(one, int)]
     if min([given.top_k + 1, *ids], default=0) < 0 or given.top_p <= 0:
-        raise InvalidInput("top_k, top_p or a stop token is out of range", seen=given)
+        raise errors.InvalidInput("top_k, top_p or a stop token is out of range", seen=given)
     sampling = trajectory_pb2.SamplingParams(
         temperature=given.temperature,
         top_p=given.top_p,

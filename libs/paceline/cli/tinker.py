@@ -35,7 +35,11 @@ async def serve_tinker(files: Sequence[Path], overrides: Sequence[str], console:
     if not model:
         raise ConfigError("there is no model to train", allowed="--model DIR")
     drafter = _trained_drafter(tree)
-    words = [f"tinker.model={model}", *_drafter_words(drafter), *overrides]
+    own = ["policy_trainer.push_head=false"]
+    if drafter:
+        own = [f"drafter_trainer.drafter={drafter}", "gateway.trajectories=true"]
+        own.append("tinker.drafter_workers=1")
+    words = [f"tinker.model={model}", *own, *overrides]
     config = load_config(ServiceConfig, "local", settings, words)
     directory = Path(config.run.dir)
     with processes.owned(directory, processes.SUPERVISOR):
@@ -60,14 +64,6 @@ def _trained_drafter(tree: Mapping[str, Any]) -> str:
     drafter = str(tree.get("gateway", {}).get("drafter", OFF))
     trained = drafter != OFF and (drafter_directory(drafter) or find_kind(drafter).trained)
     return drafter if trained and tree.get("tinker", {}).get("drafter_workers", 1) else ""
-
-
-def _drafter_words(drafter: str) -> list[str]:
-    """Settings with a trained drafter, or without ("")."""
-    if not drafter:
-        return ["policy_trainer.push_head=false"]
-    own = f"drafter_trainer.drafter={drafter}"
-    return [own, "gateway.trajectories=true", "tinker.drafter_workers=1"]
 
 
 async def _run(supervisor: Supervisor, config: ServiceConfig, console: Console) -> None:

@@ -13,6 +13,8 @@ from paceline.rpc.progress import while_moving
 from paceline.rpc.status import rpc_errors
 from paceline.v1 import drafter_pb2 as pb
 from paceline.v1.drafter_pb2_grpc import DrafterServiceStub
+from paceline.v1.rollout_pb2 import WatchTrafficRequest, WatchTrafficResponse
+from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
 from paceline.v1.trajectory_pb2 import CommandContext
 
 ACTIVATION_S = 30.0
@@ -80,3 +82,15 @@ async def request_preemption(
         except DeadlineExceeded:
             if not left:
                 raise
+
+
+async def waiting_traffic(gateway: grpc.aio.Channel) -> AsyncGenerator[WatchTrafficResponse]:
+    """Reports of the gateway that callers' requests wait for lent workers. An open stream keeps the
+    leases alive. Raises the gateway's errors.
+    """
+    stub: Any = RolloutServiceStub(gateway)  # type: ignore[no-untyped-call]
+    with rpc_errors():
+        call = stub.WatchTraffic(WatchTrafficRequest(), wait_for_ready=True)
+        async with aclosing(responses(call)) as news:
+            async for report in news:
+                yield report

@@ -10,7 +10,7 @@ from typing import Any
 from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
 from paceline.local.news import tell_supervisor
 from paceline.local.patience import patient
-from paceline.rpc import leased, leases, responses, rpc_errors
+from paceline.rpc import leased, leases, rpc_errors
 from paceline.services.coordinator.calls.base import Calls, each, log
 from paceline.services.coordinator.calls.gateways import ask_all, by_gateway
 from paceline.services.coordinator.machine import commands, events
@@ -128,17 +128,15 @@ _PAUSE_S = 1.0
 
 async def listen(calls: Calls) -> None:
     """Subscribes to all gateways for ever, across their restarts."""
-    await asyncio.gather(*(_listen_on(calls, one) for one in calls.peers.rollouts))
+    await asyncio.gather(*(_listen_on(calls, one) for one in calls.peers.gateways))
 
 
-async def _listen_on(calls: Calls, rollout: Any) -> None:
+async def _listen_on(calls: Calls, gateway: Any) -> None:
     while True:
         try:
-            with rpc_errors():
-                call = rollout.WatchTraffic(rollout_pb2.WatchTrafficRequest(), wait_for_ready=True)
-                async with aclosing(responses(call)) as news:
-                    async for waiting in news:
-                        await _reclaim(calls, waiting)
+            async with aclosing(leases.waiting_traffic(gateway)) as news:
+                async for waiting in news:
+                    await _reclaim(calls, waiting)
         except PacelineError as error:
             log.debug("the gateway does not answer", error=str(error))
         await asyncio.sleep(_PAUSE_S)
