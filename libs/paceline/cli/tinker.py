@@ -34,7 +34,7 @@ async def serve_tinker(files: Sequence[Path], overrides: Sequence[str], console:
     model = tree.get("gateway", {}).get("model", "")
     if not model:
         raise ConfigError("there is no model to train", allowed="--model DIR")
-    drafter = _trained_drafter(tree)
+    drafter = trained_drafter(tree)
     own = ["policy_trainer.push_head=false"]
     if drafter:
         own = [f"drafter_trainer.drafter={drafter}", "gateway.trajectories=true"]
@@ -59,7 +59,7 @@ async def serve_tinker(files: Sequence[Path], overrides: Sequence[str], console:
     return play.EXIT_INTERRUPTED
 
 
-def _trained_drafter(tree: Mapping[str, Any]) -> str:
+def trained_drafter(tree: Mapping[str, Any]) -> str:
     """The drafter in the settings if it can be trained and the front lends workers, else ""."""
     drafter = str(tree.get("gateway", {}).get("drafter", OFF))
     trained = drafter != OFF and (drafter_directory(drafter) or find_kind(drafter).trained)
