@@ -1,5 +1,6 @@
 """Runs one RL loop of the public SDK `tinker` (an extra) against two services in turns: with a
-drafter that learns from the loop's own samples, and without speculation. All tokens must be equal.
+drafter that learns from the loop's own samples, and without speculation. The goals are equal
+tokens and ratios of speeds.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from statistics import fmean, median
 from typing import Any
 
 from benchmarks.options import above_zero
-from benchmarks.result import BenchResult, Row, paired_ratio, ratio_goal, say
-from paceline.errors import InternalError, Unavailable
+from benchmarks.result import BenchResult, Row, at_least, paired_ratio, ratio_goal, say
+from paceline.errors import Unavailable
 from paceline.local.patience import patient
 from paceline.local.ports import free_ports
 from paceline.tasks.file import TaskFile
@@ -116,7 +117,11 @@ class LoopStep:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """A policy-gradient loop on tasks with a known answer at the end of a response."""
+    """A policy-gradient loop on tasks with a known answer at the end of a response.
+
+    A step depends on tokens and rewards alone. Log-probs of samples differ in their last bits by
+    the batch in which the engine has drawn them, and a loss on them would spread that.
+    """
 
     tasks: Path = DEMO / "tasks_train.jsonl"
     steps: int = 30
@@ -168,7 +173,7 @@ class Loop:
     def _train(self, training: Any, data: list[Any]) -> None:
         import tinker
 
-        done = training.forward_backward(data, "importance_sampling")
+        done = training.forward_backward(data, "cross_entropy")
         training.optim_step(tinker.AdamParams(learning_rate=self.learning_rate)).result()
         done.result()
 
@@ -179,8 +184,7 @@ def _datum(prompt: Sequence[int], answer: Any, advantage: float) -> Any:
     tokens, before = [*prompt, *answer.tokens], len(prompt) - 1
     inputs: dict[str, Any] = {
         "target_tokens": tokens[1:],
-        "logprobs": [0.0] * before + list(answer.logprobs),
-        "advantages": [0.0] * before + [advantage] * len(answer.tokens),
+        "weights": [0.0] * before + [advantage] * len(answer.tokens),
     }
     return tinker.Datum(model_input=tinker.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
 
@@ -199,9 +203,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(options: argparse.Namespace) -> BenchResult:
-    """Runs all loops. Raises InternalError for unequal tokens, Unavailable, and the SDK's
-    errors.
-    """
+    """Runs all loops. Raises Unavailable and the SDK's errors."""
     return await asyncio.to_thread(_run, options)
 
 
@@ -219,18 +221,23 @@ def _run(options: argparse.Namespace) -> BenchResult:
                         made = list(loop.run(client, options.model))
                 finally:
                     stopped(served)
-            # The first half is left out: the drafter learns, and rooms are filled.
-            found[arm] += made[len(made) // 2 :]
+            found[arm] += made
             say(f"round {number}, {arm}: {median(one.tokens_per_s for one in made):.0f} tokens/s")
-    ours, theirs = found[COTRAINED], found[WITHOUT]
-    if odd := [
-        at for at, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a.tokens != b.tokens
-    ]:
-        raise InternalError("the drafter has changed the drawn tokens", seen=f"steps {odd}")
+    equal = [a.tokens == b.tokens for a, b in zip(*found.values(), strict=True)]
+    # The first half of a loop is left out: the drafter has just begun to learn.
+    late = {
+        arm: [one for at, one in enumerate(made) if at % options.steps >= options.steps // 2]
+        for arm, made in found.items()
+    }
+    ours, theirs = late[COTRAINED], late[WITHOUT]
     speed = paired_ratio([a.tokens_per_s for a in ours], [b.tokens_per_s for b in theirs])
     steps = paired_ratio([1 / a.step_s for a in ours], [1 / b.step_s for b in theirs])
-    goals = [ratio_goal("sampled tokens/s", 1.2, speed), ratio_goal("loop steps/s", 1.0, steps)]
-    rows: list[Row] = [_row(arm, made) for arm, made in found.items()]
+    goals = [
+        at_least("steps with equal tokens", len(equal), sum(equal)),
+        ratio_goal("sampled tokens/s", 1.2, speed),
+        ratio_goal("loop steps/s", 1.0, steps),
+    ]
+    rows: list[Row] = [_row(arm, made) for arm, made in late.items()]
     return BenchResult("the second halves of RL loops by the Tinker SDK", rows, goals)
 
 

@@ -84,10 +84,11 @@ class DrafterLeases:
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             deadline_s = patient(leases.PREEMPT_S)
-            if not training.done():
+            if not training.done() and self._lent is not None:
                 await leases.request_preemption(self._trainer, context, deadline_s)
-            async with asyncio.timeout(deadline_s):
-                await training
+                await asyncio.wait({training}, timeout=deadline_s)
+            if training.done():
+                training.result()
         except (PacelineError, TimeoutError) as error:
             _log.warning("the drafter's lease has failed", epoch=context.epoch, error=str(error))
         finally:
