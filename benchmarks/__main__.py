@@ -80,6 +80,10 @@ BENCHES = {
         "accuracy, speed and updates of both engines under every profile",
     ),
     "trl": ("benchmarks.trl", "RL steps of a whole run beside TRL's, on a pretrained model"),
+    "tinker": (
+        "benchmarks.tinker_loop",
+        "an RL loop by the Tinker SDK with a co-trained drafter beside no speculation",
+    ),
     "sglang": ("benchmarks.sglang", "the SGLang engine beside the embedded one"),
 }
 """Bench name -> its module and its line in the list. The module defines add_arguments(parser) and

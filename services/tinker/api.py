@@ -17,7 +17,7 @@ from paceline.rpc.security import Scope
 from paceline.services.tinker import bodies
 from paceline.services.tinker.clients import TrainingClient
 from paceline.services.tinker.front import TinkerFront
-from paceline.services.tinker.futures import Future, Result
+from paceline.services.tinker.futures import BINARY, Result
 from paceline.telemetry import get_logger
 
 KEY_PREFIX = "tml-"
@@ -36,6 +36,7 @@ _STATUSES: tuple[tuple[str | type[errors.PacelineError], int], ...] = (
 )
 _log = get_logger(__name__)
 Work = Callable[[TrainingClient, Any], Awaitable[Result]]
+Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Api:
@@ -47,32 +48,32 @@ class Api:
 
     def app(self) -> Starlette:
         """The ASGI application."""
-        front, fixed = self._front, self._fixed
+        front, fixed, json, queued = self._front, self._fixed, self._json, self._queued
         chunk = min(front.config.max_body_bytes // 2, 5_000_000)
         served = {"model_name": front.model, "trainable": True, "sampleable": True}
-        posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
+        posts: dict[str, Handler] = {
             # The SDK sends its key as it is, over httpx, and bodies that are read here.
             "client/config": fixed(use_pyqwest_transport=False, fwdbwd_max_chunk_bytes_count=chunk),
             "client/dynamic_config": fixed(),
             "telemetry": fixed(status="accepted"),
-            "create_session": self._create_session,
-            "session_heartbeat": self._heartbeat,
-            "sessions/{id}/finish": self._finish,
-            "create_model": self._queued(front.create),
-            "get_info": self._info,
+            "create_session": json(lambda fields, size: front.open_session()),
+            "session_heartbeat": json(lambda fields, size: front.keep_session(fields)),
+            "sessions/{id}/finish": json(lambda fields, size: front.end_session(fields["id"])),
+            "create_model": queued(front.create),
+            "get_info": json(lambda fields, size: front.info(fields.get("model_id"))),
             "forward_backward": self._learn,
-            "optim_step": self._queued(front.step),
-            "save_weights": self._queued(front.save),
-            "save_weights_for_sampler": self._queued(front.save_sampler),
-            "load_weights": self._queued(front.load),
-            "create_sampling_session": self._create_sampler,
-            "asample": self._sample,
+            "optim_step": queued(front.step),
+            "save_weights": queued(front.save),
+            "save_weights_for_sampler": queued(front.save_sampler),
+            "load_weights": queued(front.load),
+            "create_sampling_session": json(lambda fields, size: front.open_sampler(fields)),
+            "asample": json(front.sample),
             "retrieve_future": self._retrieve,
         }
         gets = {
             "healthz": fixed(status="ready"),
             "get_server_capabilities": fixed(supported_models=[served]),
-            "samplers/{id}": self._sampler,
+            "samplers/{id}": json(lambda fields, size: front.sampler_info(fields["id"])),
         }
         routes = [Route(f"/api/v1/{path}", one, methods=["POST"]) for path, one in posts.items()]
         routes += [Route(f"/api/v1/{path}", one) for path, one in gets.items()]
@@ -120,76 +121,41 @@ class Api:
             raise errors.InvalidInput("the body is late", allowed=f"{BODY_S:g} s") from error
         return bytes(data)
 
-    # --- the service ------------------------------------------------------------------------------
+    # --- handlers ---------------------------------------------------------------------------------
 
-    def _fixed(self, **fields: Any) -> Callable[[Request], Awaitable[Response]]:
-        """The handler of a call whose body is dropped and whose answer is always the same."""
+    def _fixed(self, **fields: Any) -> Handler:
+        """The handler of a call with always the same answer."""
+        return self._json(lambda given, size: fields)
+
+    def _json(self, answer: Callable[[dict[str, Any], int], Any]) -> Handler:
+        """The handler of a call in JSON. `answer` gets the fields of body and path, and the size of
+        the body, and returns the fields of the answer; None: without content.
+        """
 
         async def handle(request: Request) -> Response:
-            await self._body(request)
-            return JSONResponse(fields)
+            data = await self._body(request)
+            found = answer({**bodies.parsed(data), **request.path_params}, len(data))
+            return Response(status_code=204) if found is None else JSONResponse(found)
 
         return handle
 
-    async def _create_session(self, request: Request) -> Response:
-        await self._body(request)  # names and tags, which are not kept
-        note = "adapters of the head are not served: train_unembed has no effect"
-        session = self._front.open_session()
-        return JSONResponse({"session_id": session, "info_message": note, "type": "create_session"})
-
-    async def _heartbeat(self, request: Request) -> Response:
-        fields = bodies.parsed(await self._body(request))
-        self._front.touch(str(fields.get("session_id")))
-        return JSONResponse({"type": "session_heartbeat"})
-
-    async def _finish(self, request: Request) -> Response:
-        await self._body(request)
-        self._front.end_session(request.path_params["id"])
-        return Response(status_code=204)
-
-    # --- training ---------------------------------------------------------------------------------
-
-    async def _info(self, request: Request) -> Response:
-        fields = bodies.parsed(await self._body(request))
-        return JSONResponse(self._front.info(str(fields.get("model_id"))))
+    def _queued(self, work: Work) -> Handler:
+        """The handler of a call in JSON that waits for its turn."""
+        submit = self._front.submit
+        return self._json(
+            lambda fields, size: submit(fields, size, lambda client: work(client, fields)).promise()
+        )
 
     async def _learn(self, request: Request) -> Response:
         """forward and forward_backward, whose body is binary."""
         data, front = await self._body(request), self._front
-        if request.headers.get("content-type") != "application/x-protobuf":
+        if request.headers.get("content-type") != BINARY:
             message = "the body of forward_backward is protobuf since tinker 0.38"
             raise errors.InvalidInput(message, seen=request.headers.get("content-type"))
         body = bodies.read_binary(data)
         fields = {"model_id": body.model_id, "seq_id": body.seq_id}
-        return _promise(front.submit(fields, len(data), lambda one: front.learn(one, data)))
-
-    def _queued(self, work: Work) -> Callable[[Request], Awaitable[Response]]:
-        """The handler of a call in JSON that waits for its turn."""
-
-        async def handle(request: Request) -> Response:
-            data, submit = await self._body(request), self._front.submit
-            fields = bodies.parsed(data)
-            return _promise(submit(fields, len(data), lambda client: work(client, fields)))
-
-        return handle
-
-    # --- sampling ---------------------------------------------------------------------------------
-
-    async def _create_sampler(self, request: Request) -> Response:
-        name = self._front.open_sampler(bodies.parsed(await self._body(request)))
-        return JSONResponse({"sampling_session_id": name, "type": "create_sampling_session"})
-
-    async def _sampler(self, request: Request) -> Response:
-        found, model = self._front.sampler(request.path_params["id"]), self._front.model
-        named = {"sampler_id": found.name, "base_model": model, "model_path": found.model_path}
-        return JSONResponse(named)
-
-    async def _sample(self, request: Request) -> Response:
-        data = await self._body(request)
-        future, names = self._front.sample(bodies.parsed(data), len(data))
-        return _promise(future, sample_sequence_ids=names)
-
-    # --- futures ----------------------------------------------------------------------------------
+        future = front.submit(fields, len(data), lambda client: front.learn(client, data))
+        return JSONResponse(future.promise())
 
     async def _retrieve(self, request: Request) -> Response:
         """The result of a call; after `poll_s` seconds 408, on which the SDK asks again."""
@@ -199,10 +165,6 @@ class Api:
             body = {"type": "try_again", "request_id": name, "queue_state": "active"}
             return JSONResponse(body, status_code=408)
         return Response(result.body, media_type=result.media)
-
-
-def _promise(future: Future, **more: Any) -> Response:
-    return JSONResponse({"request_id": future.name, **more})
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

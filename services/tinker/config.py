@@ -29,6 +29,11 @@ class TinkerConfig(ServiceConfig):
     """Number of newest unnamed samplers kept per training client."""
     gap_s: float = Field(default=60.0, gt=0)
     """Maximum wait of a call for an earlier call of its client, seconds."""
+    drafter_workers: int = Field(default=0, ge=0)
+    """Number of engine workers whose slots the drafter trainer gets while no sample runs; 0: no
+    drafter is trained. `paceline serve tinker` sets 1 with a drafter that can be trained.
+    """
+    idle_s: ClassVar[float] = 0.2  # time without samples before the drafter gets slots, seconds
     poll_s: ClassVar[float] = 30.0  # longest answer to a request for a result, seconds
     parallel_samples: ClassVar[int] = 256  # requests to the gateway at a time
 

@@ -50,25 +50,31 @@ class TinkerFront:
 
     # --- sessions ---------------------------------------------------------------------------------
 
-    def open_session(self) -> str:
-        """A new session. Raises ResourceExhausted at the maximum."""
+    def open_session(self) -> dict[str, str]:
+        """The description of a new session. Raises ResourceExhausted at the maximum."""
         if len(self._sessions) >= self.config.sessions:
             allowed = self.config.sessions
             raise errors.ResourceExhausted("too many live sessions", seen=allowed, allowed=allowed)
         session = Session(str(uuid.uuid4()))
         self._sessions[session.name] = session
         self.touch(session.name)
-        return session.name
+        note = "adapters of the head are not served: train_unembed has no effect"
+        return {"session_id": session.name, "info_message": note, "type": "create_session"}
 
-    def touch(self, name: str) -> Session:
+    def keep_session(self, fields: Mapping[str, Any]) -> dict[str, str]:
+        """session_heartbeat."""
+        self.touch(fields.get("session_id"))
+        return {"type": "session_heartbeat"}
+
+    def touch(self, name: object) -> Session:
         """The session, which lives on. Raises NotFound if it is unknown or has ended."""
-        session = self._sessions.get(name)
+        session = self._sessions.get(str(name))
         if session is None:
             raise errors.NotFound("no such session; it may have ended", seen=name)
         if session.ends is not None:
             session.ends.cancel()
         loop = asyncio.get_running_loop()
-        session.ends = loop.call_later(self.config.session_s, self.end_session, name)
+        session.ends = loop.call_later(self.config.session_s, self.end_session, session.name)
         return session
 
     def end_session(self, name: str) -> None:
@@ -127,7 +133,7 @@ class TinkerFront:
         self, fields: Mapping[str, Any], work: Callable[[TrainingClient], Awaitable[Result]]
     ) -> Future:
         """Queues the first call of a new training client, which ends if that call fails."""
-        session = self.touch(str(fields.get("session_id")))
+        session = self.touch(fields.get("session_id"))
         model_id = f"{session.name}:train:{fields['model_seq_id']}"
         client = self._clients.find(model_id) or TrainingClient(model_id, session.name)
         if client not in session.clients:
@@ -163,7 +169,7 @@ class TinkerFront:
         await self._clients.create(client, path, optimizer=body.optimizer)
         return Result.of(path=body.path, model_id=client.model_id, type="load_weights")
 
-    def info(self, model_id: str) -> dict[str, Any]:
+    def info(self, model_id: object) -> dict[str, Any]:
         """The description of a training client."""
         client = self.client(model_id)
         return {
@@ -234,14 +240,15 @@ class TinkerFront:
 
     # --- samplers ---------------------------------------------------------------------------------
 
-    def open_sampler(self, fields: Mapping[str, Any]) -> str:
+    def open_sampler(self, fields: Mapping[str, Any]) -> dict[str, str]:
         """A sampler of saved weights or of the start policy."""
         body = bodies.SamplerBody.read(fields)
         session = self.touch(body.session_id)
         self.check_model(body.base_model)
         path = self._path_of(body.model_path, SAMPLERS) if body.model_path else ""
         number = body.sampling_session_seq_id
-        return self._add_sampler(session.name, number, path, body.model_path)
+        name = self._add_sampler(session.name, number, path, body.model_path)
+        return {"sampling_session_id": name, "type": "create_sampling_session"}
 
     def _add_sampler(self, session_id: str, number: int | None, path: str, uri: str | None) -> str:
         name = f"{session_id}:sample:{number}"
@@ -253,29 +260,33 @@ class TinkerFront:
         self._named[name] = Sampler(name, session_id, path, uri)
         return name
 
-    def sampler(self, name: str) -> Sampler:
-        """The sampler. Raises NotFound."""
+    def sampler_info(self, name: str) -> dict[str, str | None]:
+        """The description of a sampler."""
+        found = self._sampler(name)
+        return {"sampler_id": name, "base_model": self.model, "model_path": found.model_path}
+
+    def _sampler(self, name: str) -> Sampler:
         found = self._named.get(name)
         if found is None:
             raise errors.NotFound("no such sampler; its session may have ended", seen=name)
         return found
 
-    def sample(self, fields: Mapping[str, Any], size: int) -> tuple[Future, list[str]]:
-        """Starts a sample; returns its future and the names of its sequences."""
+    def sample(self, fields: Mapping[str, Any], size: int) -> dict[str, Any]:
+        """Starts a sample; returns the promise of its future, with the names of its sequences."""
         body = bodies.SampleBody.read(fields)
-        sampler = self.sampler(body.sampling_session_id)
+        sampler = self._sampler(body.sampling_session_id)
         self.touch(sampler.session_id)
         name = f"{sampler.name}:{body.seq_id}"
         names = [f"{name}:{number}" for number in range(body.num_samples)]
         future = self.futures.find(name)
         if future is None:
             future = self.futures.open(name, size)
-            self.futures.start(future, self._sample(sampler, body))
-        return future, names
+            self.futures.start(future, self._sample(sampler, body, name))
+        return future.promise(sample_sequence_ids=names)
 
-    async def _sample(self, sampler: Sampler, body: bodies.SampleBody) -> Result:
+    async def _sample(self, sampler: Sampler, body: bodies.SampleBody, name: str) -> Result:
         path = sampler.path
         if path and not (self.config.folder / path).is_dir():
             allowed = f"{self.config.kept_samplers} unnamed samplers of a client; others by name"
             raise errors.NotFound("the weights are gone", seen=sampler.name, allowed=allowed)
-        return await self._samplers.sample(path, body)
+        return await self._samplers.sample(path, body, name)

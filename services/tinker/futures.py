@@ -47,6 +47,10 @@ class Future:
     read: bool = False
     task: asyncio.Task[None] | None = None  # None: another object runs the call
 
+    def promise(self, **more: Any) -> dict[str, Any]:
+        """The fields of a call's first answer."""
+        return {"request_id": self.name, **more}
+
 
 class Futures:
     """All calls by the names of their futures. Use on one event loop.

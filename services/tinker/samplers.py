@@ -13,11 +13,12 @@ from typing import Any
 import grpc
 import numpy as np
 
-from paceline.errors import InternalError, InvalidInput, Unavailable
+from paceline import errors
 from paceline.messages import versions_from_proto
 from paceline.rpc import responses, rpc_errors
 from paceline.rpc.progress import while_moving
 from paceline.services.tinker.bodies import SampleBody
+from paceline.services.tinker.drafter import DrafterLeases
 from paceline.services.tinker.futures import BINARY, Result
 from paceline.services.tinker.trainer import Trainer
 from paceline.telemetry import get_logger
@@ -26,7 +27,7 @@ from paceline.v1 import engine_pb2, policy_pb2, rollout_pb2, tinker_pb2, traject
 from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
 from paceline.v1.weights_pb2 import GetVersionsRequest
 from paceline.v1.weights_pb2_grpc import WeightServiceStub
-from paceline.weights import commit_versions
+from paceline.weights import REFUSALS, commit_versions
 
 _ASK_S = 30.0
 _ANSWER_S = 3600.0
@@ -57,8 +58,10 @@ class Samplers:
         gateway: grpc.aio.Channel,
         context: trajectory_pb2.CommandContext,
         parallel: int,
+        leases: DrafterLeases,
     ) -> None:
         self._trainer, self._gateway, self._context = trainer, gateway, context
+        self._leases = leases
         self._rollouts: Any = RolloutServiceStub(gateway)  # type: ignore[no-untyped-call]
         self._weights: Any = WeightServiceStub(gateway)  # type: ignore[no-untyped-call]
         self._room = asyncio.Semaphore(parallel)
@@ -69,14 +72,17 @@ class Samplers:
 
     async def begin(self) -> None:
         """Notes the serving weights. Raises the gateway's errors."""
+        await self._leases.end()
         if not (await self._served()).policy:
             self._path = ""
 
-    async def sample(self, path: str, body: SampleBody) -> Result:
-        """Draws the samples of a request. Raises the gateway's errors."""
+    async def sample(self, path: str, body: SampleBody, name: str) -> Result:
+        """Draws the samples of the request of that name. Raises the gateway's errors."""
         async with self._serving(path):
             numbers = range(body.num_samples)
-            drawing = [asyncio.create_task(self._generate(body, number)) for number in numbers]
+            drawing = [
+                asyncio.create_task(self._generate(body, name, number)) for number in numbers
+            ]
             try:
                 found = await asyncio.gather(*drawing)
             finally:  # no sample runs on while other weights are served
@@ -90,12 +96,14 @@ class Samplers:
         return Result(answer.SerializeToString(), BINARY)
 
     async def _generate(
-        self, body: SampleBody, number: int
+        self, body: SampleBody, name: str, number: int
     ) -> tuple[tinker_pb2.TinkerSampledSequence, bytes | None]:
         scored = bool(body.prompt_logprobs) and number == 0
         prompt = body.prompt.tokens()
         request = rollout_pb2.GenerateRequest(
-            token_ids=rollout_pb2.TokenIds(ids=prompt), sampling=_sampling(body, number, scored)
+            token_ids=rollout_pb2.TokenIds(ids=prompt),
+            sampling=_sampling(body, number, scored),
+            capture_group="" if scored or not self._leases.enabled else name,
         )
         tokens, logprobs = list[int](), list[float]()
         scores, chunk = np.full(len(prompt), np.nan, np.float32), engine_pb2.TokenChunk()
@@ -110,9 +118,9 @@ class Samplers:
                         if chunk.prompt_scores:
                             scores[1:] = [one.logprob for one in chunk.prompt_scores]
         if chunk.finish_reason == trajectory_pb2.FINISH_REASON_ERROR:
-            raise InternalError(f"the engine failed: {chunk.error}")
+            raise errors.InternalError(f"the engine failed: {chunk.error}")
         if chunk.finish_reason not in _ENDS:
-            raise Unavailable("the engine aborted the sample")
+            raise errors.Unavailable("the engine aborted the sample")
         if body.prompt_logprobs_last_n:
             scores[: len(prompt) - body.prompt_logprobs_last_n] = np.nan
         sequence = tinker_pb2.TinkerSampledSequence(
@@ -147,12 +155,16 @@ class Samplers:
 
     def _advance(self) -> None:
         """Admits the requests for the serving weights if no other request waits longer; otherwise
-        changes the weights once nothing runs.
+        changes the weights once nothing runs. Without requests the drafter trains.
         """
-        if self._switching is not None or not self._waiting:
+        if self._switching is not None:
+            return
+        if not self._waiting:
+            if not self._running:
+                self._leases.begin()
             return
         path = next(iter(self._waiting))
-        if path == self._path:
+        if path == self._path and not self._leases.held:
             for turn in self._waiting.pop(path):
                 if not turn.done():
                     self._running += 1
@@ -174,15 +186,31 @@ class Samplers:
             self._advance()
 
     async def _serve(self, path: str) -> None:
-        """Pushes and commits saved weights as the next policy version."""
+        """Pushes other weights as the next policy version, takes the slots back from the drafter
+        trainer, and commits what is new. A set that is refused with a new drafter is committed
+        without it.
+        """
         serving = await self._served()
-        version = serving.policy + 1
-        order = policy_pb2.PublishSaved(path=path, policy_version=version)
-        await self._trainer.order("", publish=order)
-        following = VersionSet(serving.seq + 1, version, serving.drafter, serving.profile)
-        gateway, mode = self._gateway, engine_pb2.PAUSE_MODE_IN_PLACE
-        async with while_moving(gateway, _STILL_S) as timeout:
-            await commit_versions(gateway, self._context, following, mode, deadline_s=timeout)
+        policy = serving.policy
+        if path != self._path:
+            policy += 1
+            order = policy_pb2.PublishSaved(path=path, policy_version=policy)
+            await self._trainer.order("", publish=order)
+        await self._leases.end()
+        drafter = self._leases.promoted or serving.drafter
+        while (policy, drafter) != (serving.policy, serving.drafter):
+            following = VersionSet(serving.seq + 1, policy, drafter, serving.profile)
+            gateway, context = self._gateway, self._context
+            try:
+                async with while_moving(gateway, _STILL_S) as timeout:
+                    await commit_versions(gateway, context, following, deadline_s=timeout)
+                break
+            except REFUSALS as error:
+                if drafter == serving.drafter:
+                    raise
+                _log.warning("drafter_refused", drafter_version=drafter, error=str(error))
+                drafter = serving.drafter
+        self._leases.promoted = 0
         self._path = path
 
     async def _served(self) -> VersionSet:
@@ -200,7 +228,7 @@ def _sampling(body: SampleBody, number: int, scored: bool) -> trajectory_pb2.Sam
     texts = [one for one in stop or () if isinstance(one, str)]
     ids = [one for one in stop or () if isinstance(one, int)]
     if min([given.top_k + 1, *ids], default=0) < 0 or given.top_p <= 0:
-        raise InvalidInput("top_k, top_p or a stop token is out of range", seen=given)
+        raise errors.InvalidInput("top_k, top_p or a stop token is out of range", seen=given)
     sampling = trajectory_pb2.SamplingParams(
         temperature=given.temperature,
         top_p=given.top_p,

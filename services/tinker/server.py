@@ -11,6 +11,7 @@ from paceline.rpc.progress import Activity, add_progress
 from paceline.services.tinker.api import KEY_PREFIX, Api
 from paceline.services.tinker.clients import Clients
 from paceline.services.tinker.config import TinkerConfig
+from paceline.services.tinker.drafter import DrafterLeases
 from paceline.services.tinker.front import TinkerFront
 from paceline.services.tinker.futures import Futures
 from paceline.services.tinker.samplers import Samplers
@@ -51,11 +52,13 @@ async def serve(config: TinkerConfig, stop: asyncio.Event) -> None:
     async with (
         channel(addresses.policy_trainer, security) as to_trainer,
         channel(addresses.gateway, security) as to_gateway,
+        channel(addresses.drafter_trainer, security) as to_drafter,
     ):
         trainer = Trainer(to_trainer, context)
         futures = Futures(config.kept_futures, config.kept_bytes)
         clients = Clients(trainer, futures, config.gap_s, first_save=epoch * _SAVES)
-        samplers = Samplers(trainer, to_gateway, context, config.parallel_samples)
+        leases = DrafterLeases(config, to_gateway, to_drafter, context)
+        samplers = Samplers(trainer, to_gateway, context, config.parallel_samples, leases)
         await samplers.begin()
         front = TinkerFront(config, futures, clients, samplers)
         app = Api(front).app()

@@ -47,10 +47,9 @@ from paceline.local.ports import free_port
 from paceline.local.processes import NEWS_VARIABLE
 from paceline.report.journal import copy_journal, read_history
 from paceline.report.solved import total_unscored
-from paceline.rpc import EpochGuard, channel
+from paceline.rpc import EpochGuard, channel, leases
 from paceline.rpc.progress import ask_progress
 from paceline.services.coordinator import server
-from paceline.services.coordinator.calls import slots, trainers
 from paceline.services.coordinator.config import CoordinatorConfig
 from paceline.services.coordinator.journal.journal import TOGETHER, Journal
 from paceline.services.coordinator.machine import events
@@ -71,7 +70,7 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("no_late_readers"
 async def test_a_run_trains_policy_and_drafter_and_reports_every_step(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.services.coordinator.calls.figures.LEAST_ROUNDS", 10)
+    monkeypatch.setattr("paceline.speculators.costs.LEAST_ROUNDS", 10)
     async with running_peers(script := Script(hold_step=0)) as peers:
         config = config_of(overrides(peers, redis_url, tmp_path, trackers='["tensorboard"]'))
         subscriber = FactSubscriber(config.addresses.events, config.run.id, _ignore_gap)
@@ -220,8 +219,8 @@ async def test_a_slot_that_is_released_later_joins_the_drafter(
     assert check_slots(entries, slots=3) > 0
     news = [one["event"] for one in entries]
     assert news.count("JoinFailed" if fails else "DrafterJoined") == 1
-    leases = [one["slots"] for one in entries if one["event"] in ("ShareDone", "DrafterActivated")]
-    held = [slot for slots in leases for slot in slots if slot[2] == "drafter"]
+    granted = [one["slots"] for one in entries if one["event"] in ("ShareDone", "DrafterActivated")]
+    held = [slot for slots in granted for slot in slots if slot[2] == "drafter"]
     assert [(first, epoch) for first, _, _, epoch in held] == [(0, 2), (1, 2)], "one lease"
 
 
@@ -408,7 +407,7 @@ async def test_a_gateway_that_is_away_for_two_seconds_gets_its_tasks_again(
 async def test_an_unanswered_preemption_costs_its_deadline_and_no_more(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slots, "PREEMPT_S", 0.3)
+    monkeypatch.setattr(leases, "PREEMPT_S", 0.3)
     async with running_peers(Script(deaf_to_preempt=True)) as peers:
         config = config_of(overrides(peers, redis_url, tmp_path, steps=1))
         await run_to_end(config)
@@ -425,7 +424,7 @@ async def test_an_unanswered_preemption_costs_its_deadline_and_no_more(
 async def test_a_preemption_that_a_stopped_trainer_has_missed_is_repeated_before_its_slots_move(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slots, "PREEMPT_S", 0.5)
+    monkeypatch.setattr(leases, "PREEMPT_S", 0.5)
     async with running_peers(Script(missed_preempts=1)) as peers:
         config = config_of(overrides(peers, redis_url, tmp_path, steps=1))
         await run_to_end(config)
@@ -437,7 +436,7 @@ async def test_a_preemption_that_a_stopped_trainer_has_missed_is_repeated_before
 async def test_a_drafter_that_does_not_begin_in_time_is_preempted(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainers, "ACTIVATION_S", 0.2)
+    monkeypatch.setattr(leases, "ACTIVATION_S", 0.2)
     async with running_peers(script := Script(slow_to_attach=True, hold_step=0)) as peers:
         config = config_of(overrides(peers, redis_url, tmp_path, steps=1))
         run = asyncio.create_task(run_to_end(config))

@@ -3,6 +3,7 @@
 The package handles bytes, not models.
 """
 
+from paceline.weights.push import REFUSALS as REFUSALS
 from paceline.weights.push import SERVICE_NAME as SERVICE_NAME
 from paceline.weights.push import PushReport as PushReport
 from paceline.weights.push import abort_version as abort_version

@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from paceline.errors import DataLoss, WeightsError
+from paceline.errors import DataLoss, FailedPrecondition, NotFound, WeightsError
 from paceline.messages import versions_from_proto, versions_to_proto
 from paceline.rpc import responses, rpc_errors
 from paceline.telemetry import get_logger
@@ -104,6 +104,8 @@ SLOWEST_BYTES_PER_S = 20e6
 """A push may take the base deadline plus its bytes at this rate, for network, spool and fan-out
 together.
 """
+REFUSALS = (DataLoss, FailedPrecondition, NotFound)
+"""Errors of a set that is not served because a part is missing or damaged."""
 COMMAND_DEADLINE_S = 60.0
 DAMAGED_TRIES = 3
 Cut = Callable[[Iterable[int]], Iterable[CheckedRange]]

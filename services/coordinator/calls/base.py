@@ -2,15 +2,15 @@
 machine."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from paceline.config import AddressesConfig, SecurityConfig
 from paceline.errors import DeadlineExceeded, PacelineError, ResourceExhausted, Unavailable
 from paceline.local.news import tell_supervisor
-from paceline.rpc import channel, leased, responses, rpc_errors, wait_healthy
+from paceline.rpc import channel, leased, rpc_errors, wait_healthy
 from paceline.rpc.progress import while_moving
 from paceline.services.coordinator.calls.figures import FinishedSamples
 from paceline.services.coordinator.calls.tasks import OpenSteps, TaskSource
@@ -218,18 +218,3 @@ class Calls:
                 absence.full = True
                 tell_supervisor("impaired", f"{error}; the run goes on when there is room")
         absence.why = f": {error}"
-
-
-async def answers(call: Any, last: str) -> AsyncGenerator[tuple[str, Any]]:
-    """Yields (name, message) for each response of a streaming call, up to the message named `last`.
-
-    Raises Unavailable when the stream ends before that message.
-    """
-    with rpc_errors():
-        async with aclosing(responses(call)) as stream:
-            async for response in stream:
-                name = response.WhichOneof("event")
-                yield name, getattr(response, name)
-                if name == last:
-                    return
-    raise Unavailable(f"the stream ended before its {last!r} message", seen="end of stream")

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 from paceline.errors import Unavailable
 from paceline.messages import merge_arms, stats_from_proto, stats_to_proto
 from paceline.rpc import rpc_errors
+from paceline.rpc.leases import answers
 from paceline.rpc.progress import LONGEST_S, while_moving
-from paceline.services.coordinator.calls.base import WORKER_LOST, Calls, answers, each
+from paceline.services.coordinator.calls.base import WORKER_LOST, Calls, each
 from paceline.trajectory import SpeculationStats
 from paceline.v1 import rollout_pb2 as pb
 

@@ -10,7 +10,7 @@ from typing import Any
 from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
 from paceline.local.news import tell_supervisor
 from paceline.local.patience import patient
-from paceline.rpc import leased, responses, rpc_errors
+from paceline.rpc import leased, leases, rpc_errors
 from paceline.services.coordinator.calls.base import Calls, each, log
 from paceline.services.coordinator.calls.gateways import ask_all, by_gateway
 from paceline.services.coordinator.machine import commands, events
@@ -19,19 +19,12 @@ from paceline.services.coordinator.machine.slots import Holder
 from paceline.services.coordinator.machine.state import Phase, Service
 from paceline.trajectory import PLAIN_PATH
 from paceline.v1 import policy_pb2, rollout_pb2
-from paceline.v1.drafter_pb2 import PreemptRequest, PreemptResponse
 from paceline.v1.trajectory_pb2 import CommandContext
 
 RESUME_DEADLINE_S = 300.0
 """Long enough for workers to read the weights again."""
 _LEAVE_STILL_S = 60.0
 """Seconds without progress after which the wait for the policy trainer's step ends."""
-PREEMPT_S = 4.0
-"""Maximum time of a preemption of the drafter, on an idle machine, seconds."""
-_ATTEMPTS = 3
-"""Attempts of a Preempt request. Three deadlines exceed the longest pause for which no process is
-killed (ADR 40).
-"""
 
 
 async def release(
@@ -106,27 +99,6 @@ async def give_back(calls: Calls, step: int, epoch: int) -> None:
         log.info("workers stay lent out for now", error=str(error))
 
 
-async def request_preemption(calls: Calls, context: CommandContext) -> PreemptResponse:
-    """Sends up to three Preempt requests, each with PREEMPT_S seconds, and returns the first
-    answer. Raises DeadlineExceeded and other errors of the call.
-
-    gRPC drops expired requests. A trainer that is stopped for longer than the deadline would never
-    receive a single request, and its ranks would continue on the engine's slots.
-    """
-    request, left = PreemptRequest(context=context), _ATTEMPTS
-    while True:
-        left -= 1
-        try:
-            with rpc_errors():
-                answer: PreemptResponse = await calls.peers.drafter.Preempt(
-                    request, timeout=patient(PREEMPT_S)
-                )
-                return answer
-        except DeadlineExceeded:
-            if not left:
-                raise
-
-
 async def hand_back(calls: Calls, command: commands.HandBack) -> None:
     """After a failed run, makes the trainers leave their slots and returns the slots to the engine.
 
@@ -138,7 +110,9 @@ async def hand_back(calls: Calls, command: commands.HandBack) -> None:
         if command.drafter_epoch:
             lease = leased(config.security, config.run.id, command.step, command.drafter_epoch)
             with suppress(Unavailable, DeadlineExceeded):  # then the trainer kills its ranks
-                await request_preemption(calls, lease)
+                await leases.request_preemption(
+                    peers.drafter_trainer, lease, patient(leases.PREEMPT_S)
+                )
         if command.policy:
             save = policy_pb2.SavePolicyCheckpointRequest(context=calls.context(command))
             with suppress(Unavailable):  # answers after its running step
@@ -154,17 +128,15 @@ _PAUSE_S = 1.0
 
 async def listen(calls: Calls) -> None:
     """Subscribes to all gateways for ever, across their restarts."""
-    await asyncio.gather(*(_listen_on(calls, one) for one in calls.peers.rollouts))
+    await asyncio.gather(*(_listen_on(calls, one) for one in calls.peers.gateways))
 
 
-async def _listen_on(calls: Calls, rollout: Any) -> None:
+async def _listen_on(calls: Calls, gateway: Any) -> None:
     while True:
         try:
-            with rpc_errors():
-                call = rollout.WatchTraffic(rollout_pb2.WatchTrafficRequest(), wait_for_ready=True)
-                async with aclosing(responses(call)) as news:
-                    async for waiting in news:
-                        await _reclaim(calls, waiting)
+            async with aclosing(leases.waiting_traffic(gateway)) as news:
+                async for waiting in news:
+                    await _reclaim(calls, waiting)
         except PacelineError as error:
             log.debug("the gateway does not answer", error=str(error))
         await asyncio.sleep(_PAUSE_S)

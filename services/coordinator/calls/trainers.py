@@ -1,6 +1,5 @@
 """Calls the trainers: policy steps, trainings of the drafter on leased slots, and checkpoints."""
 
-import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
@@ -9,18 +8,17 @@ from typing import Any
 from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
 from paceline.local.patience import patient
 from paceline.messages import versions_to_proto
-from paceline.rpc import rpc_errors
+from paceline.rpc import leases, rpc_errors
 from paceline.rpc.progress import while_moving
 from paceline.services.coordinator.calls import slots
-from paceline.services.coordinator.calls.base import RANK_LOST, STEP_ORDER, Calls, answers, log
-from paceline.services.coordinator.calls.figures import accept_lengths, message_figures, round_costs
+from paceline.services.coordinator.calls.base import RANK_LOST, STEP_ORDER, Calls, log
+from paceline.services.coordinator.calls.figures import message_figures
 from paceline.services.coordinator.machine import commands, events
 from paceline.services.coordinator.machine.slots import Holder
 from paceline.services.coordinator.machine.state import Service
+from paceline.speculators.costs import accept_lengths, round_costs
 from paceline.v1 import drafter_pb2, policy_pb2
 
-ACTIVATION_S = 30.0
-"""Maximum time from a lease to the drafter's training, on an idle machine, seconds."""
 STILL_S = 300.0
 """Seconds without progress of the policy trainer after which the wait for its checkpoint ends."""
 OPTIONAL_STILL_S = 60.0
@@ -118,7 +116,7 @@ async def _train_step(
     trainer = calls.peers.policy_trainer
     async with while_moving(trainer, calls.config.step_deadline_s) as timeout:
         call = calls.peers.policy.TrainStep(request, timeout=timeout)
-        async with aclosing(answers(call, last="prepared")) as found:
+        async with aclosing(leases.answers(call, last="prepared")) as found:
             async for one in found:
                 yield one
 
@@ -131,7 +129,7 @@ async def activate_drafter(calls: Calls, command: commands.ActivateDrafter) -> N
     when training does not start in time.
     """
     service, what, epoch = Service.DRAFTER_TRAINER, "activation", command.epoch
-    deadline_s, step_s = patient(ACTIVATION_S), calls.config.step_deadline_s
+    deadline_s, step_s = patient(leases.ACTIVATION_S), calls.config.step_deadline_s
 
     def kept(error: PacelineError) -> events.Event:
         message = f"its slots were not released: {error}"
@@ -153,14 +151,8 @@ async def activate_drafter(calls: Calls, command: commands.ActivateDrafter) -> N
     )
     trainer, failed = calls.peers.drafter_trainer, partial(trainer_failed, calls, epoch, service)
     with calls.reported(service, what, command, deadline_s=deadline_s, event_of=failed):
-        async with (
-            while_moving(trainer, step_s) as timeout,
-            asyncio.timeout(deadline_s) as until_activated,
-        ):
-            call = calls.peers.drafter.Activate(request, timeout=timeout)
-            async for name, answer in answers(call, last="detached"):
-                if name == "activated":
-                    until_activated.reschedule(None)
+        async with aclosing(leases.activation(trainer, request, step_s)) as news:
+            async for name, answer in news:
                 calls.emit(drafter_event(calls.now(), epoch, name, answer))
 
 
@@ -168,7 +160,7 @@ async def join_drafter(calls: Calls, command: commands.JoinDrafter) -> None:
     """Emits WorkersReleased and DrafterJoined. Emits JoinFailed, or Deadline after
     ACTIVATION_S, when the trainer cannot train on all slots of its lease.
     """
-    service, what, deadline_s = Service.DRAFTER_TRAINER, "join", patient(ACTIVATION_S)
+    service, what, deadline_s = Service.DRAFTER_TRAINER, "join", patient(leases.ACTIVATION_S)
     added = command.joining
 
     def failed(error: PacelineError) -> events.Event | None:
@@ -201,10 +193,12 @@ async def preempt_drafter(calls: Calls, command: commands.PreemptDrafter) -> Non
     that received a request kills late ranks. During rollouts the engine resumes on the slots to
     serve waiting callers.
     """
-    service, epoch, deadline_s = Service.DRAFTER_TRAINER, command.epoch, patient(slots.PREEMPT_S)
+    service, epoch, deadline_s = Service.DRAFTER_TRAINER, command.epoch, patient(leases.PREEMPT_S)
     failed = partial(trainer_failed, calls, epoch, service)
     with calls.reported(service, "preempt", command, deadline_s=deadline_s, event_of=failed):
-        answer = await slots.request_preemption(calls, calls.context(command))
+        answer = await leases.request_preemption(
+            calls.peers.drafter_trainer, calls.context(command), deadline_s
+        )
         calls.emit(events.Preempted(calls.now(), epoch, message_figures(answer)))
     await slots.give_back(calls, command.step, epoch)
 

@@ -5,7 +5,7 @@ damaged sets.
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from paceline.errors import DataLoss, FailedPrecondition, NotFound, PacelineError
+from paceline.errors import PacelineError
 from paceline.local.patience import patient
 from paceline.messages import versions_from_proto
 from paceline.rpc import rpc_errors
@@ -21,11 +21,8 @@ from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.v1.weights_pb2 import GetVersionsRequest, GetVersionsResponse
-from paceline.weights import abort_version, commit_versions
+from paceline.weights import REFUSALS, abort_version, commit_versions
 from paceline.weights.push import COMMAND_DEADLINE_S
-
-REFUSALS = (DataLoss, FailedPrecondition, NotFound)
-"""Errors of a set that is not served because a part is missing or damaged."""
 
 
 async def versions_at_gateways(calls: Calls, deadline_s: float) -> list[GetVersionsResponse]:

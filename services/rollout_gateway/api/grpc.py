@@ -1,7 +1,8 @@
 """RolloutService over gRPC: translates calls for the gateway and its runs."""
 
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, nullcontext
 from typing import Any
 
 from paceline.errors import InvalidInput
@@ -10,7 +11,7 @@ from paceline.rpc import EpochGuard, Track
 from paceline.services.rollout_gateway.calls.planner import Asked
 from paceline.services.rollout_gateway.gateway import Gateway
 from paceline.services.rollout_gateway.runs.tasks import TaskRuns
-from paceline.services.rollout_gateway.sessions.session import Caller
+from paceline.services.rollout_gateway.sessions.session import Caller, Session
 from paceline.services.rollout_gateway.workers.lending import DRAIN_S, OUTLASTS_S
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1.rollout_pb2_grpc import RolloutServiceServicer
@@ -28,10 +29,27 @@ class RolloutServicer(RolloutServiceServicer):
     async def Generate(
         self, request: rpb.GenerateRequest, context: Any
     ) -> AsyncIterator[rpb.GenerateResponse]:
-        gateway, sessions = self._gateway, self._gateway.agents.sessions
+        gateway, agents = self._gateway, self._gateway.agents
         gateway.admit()
+        session = agents.sessions.get(request.session_id) if request.session_id else None
+        group = request.capture_group
+        captured = session is None and group and gateway.captures(secrets.randbits(63))
+        within = (
+            agents.captured(group, gateway.weights.versions.policy)
+            if captured
+            else nullcontext(session)
+        )
+        with within as session:
+            async with aclosing(self._generated(request, session)) as pieces:
+                async for piece in pieces:
+                    yield piece
+
+    async def _generated(
+        self, request: rpb.GenerateRequest, session: Session | None
+    ) -> AsyncGenerator[rpb.GenerateResponse]:
+        gateway = self._gateway
         asked = Asked(
-            Caller(sessions.get(request.session_id) if request.session_id else None),
+            Caller(session),
             lambda room: request.sampling,
             gateway.names.draw("gen-"),
             forced_arm=request.forced_arm,

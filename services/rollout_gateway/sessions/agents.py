@@ -6,8 +6,8 @@ Generations are in calls.py, the states of one session in sessions/session.py.
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -93,6 +93,22 @@ class Agents:
         session = self.sessions.open(replace(assignment, capture=captured))
         await self._recorded(session)
         return session
+
+    @contextmanager
+    def captured(self, group_id: str, step: int) -> Iterator[Session]:
+        """A session for one generation, which is not trained and has its hidden rows captured.
+        Raises ResourceExhausted when too much is open.
+        """
+        run_id = self._config.run.id
+        about = Assignment(
+            run_id, step, group_id=group_id, trainable=False, implicit=True, capture=True
+        )
+        session = self.sessions.open(about)
+        try:
+            yield session
+        finally:
+            session.close()
+            self.sessions.remove(session)
 
     async def claim(
         self,

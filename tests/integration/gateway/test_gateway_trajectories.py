@@ -18,6 +18,7 @@ from paceline.services.rollout_gateway.testing.script import scripted_logprob, s
 from paceline.streams import Ledger, RedisStream, decode_features, decode_trajectory, run_key
 from paceline.trajectory import request_seed
 from paceline.v1 import rollout_pb2 as rpb
+from paceline.v1.trajectory_pb2 import SamplingParams
 
 
 def redis_keys(url: str, run_id: str) -> dict[str, Any]:
@@ -101,6 +102,24 @@ async def test_the_parts_of_a_mixed_reward_are_in_sample_ledger_and_stream_and_o
     assert {key: one.reward for key, one in after.items()} == {
         key: one.reward for key, one in found.items()
     }
+
+
+async def test_a_generation_of_a_capture_group_has_hidden_rows_and_no_trajectory(
+    serve_gateway: Any, redis_url: str, redis_client: redis.asyncio.Redis, run_id: str
+) -> None:
+    async with serve_gateway(**redis_keys(redis_url, run_id)) as served:
+        sampling = SamplingParams(temperature=0.5, max_tokens=6)
+        request = rpb.GenerateRequest(text="1+1=", sampling=sampling, capture_group="mine")
+        pieces = [one async for one in served.stub.Generate(request, timeout=patient(15))]
+        drawn = [token for piece in pieces for token in piece.chunk.token_ids]
+        (entry,) = await appended(redis_client, run_id, "features", 1)
+        batch = decode_features(entry.fields, entry.payload)
+        assert (batch.group_id, batch.temperature) == ("mine", 0.5)
+        assert batch.token_ids.tolist()[-len(drawn) :] == drawn
+        status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
+        assert status.open_sessions == 0
+        count = await Ledger(redis_client, run_id).count()
+        assert (count.final, count.unpublished) == (0, {})
 
 
 async def test_a_share_of_the_requests_chosen_by_their_seeds_is_captured(

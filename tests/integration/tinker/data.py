@@ -7,9 +7,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from integration.tinker.conftest import MODEL
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.tinker_loop import MODEL
 
 TEXTS = ("12 and 18 have the divisor 6.", "The sum of 4 and 9 is 13.", "7 is a prime number.")
 

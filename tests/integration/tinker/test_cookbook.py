@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from integration.tinker.conftest import MODEL, Served, started, stopped
+from integration.tinker.conftest import ONE_WORKER
 
+from benchmarks.tinker_loop import MODEL, TinkerServer, started, stopped
 from paceline.local.patience import patient
 
 PYTHON = os.environ.get("PACELINE_TINKER_COOKBOOK", "")
@@ -66,13 +67,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cookbook(folder: Path) -> Iterator[Served]:
+def cookbook(folder: Path) -> Iterator[TinkerServer]:
     found = started(
         folder / "run",
         folder / NAME,
         **{
             "tinker.model_names": f'["{NAME}"]',
             "gateway.engine.max_sequence_tokens": CONTEXT,
+            **ONE_WORKER,
         },
     )
     try:
@@ -82,7 +84,9 @@ def cookbook(folder: Path) -> Iterator[Served]:
 
 
 @pytest.mark.parametrize("loop", ["sl_loop", "rl_loop"])
-def test_the_loops_of_the_cookbook_run_unchanged(cookbook: Served, folder: Path, loop: str) -> None:
+def test_the_loops_of_the_cookbook_run_unchanged(
+    cookbook: TinkerServer, folder: Path, loop: str
+) -> None:
     log = folder / loop
     words = ["batch_size=4", "max_steps=2", "save_every=1", "lora_rank=8"]
     words += ["group_size=4", "max_tokens=12"] if loop == "rl_loop" else []

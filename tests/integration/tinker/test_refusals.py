@@ -8,8 +8,9 @@ from typing import Any
 import httpx
 import pytest
 from integration.tinker import data
-from integration.tinker.conftest import MODEL, Served
 from integration.tinker.test_training import steps
+
+from benchmarks.tinker_loop import MODEL, TinkerServer
 
 
 def refused(future: Any) -> Any:
@@ -96,7 +97,7 @@ def test_unserved_sampling_options_are_refused_by_name(client: Any) -> None:
     assert sampling.sample(prompt, 1, params).result().sequences
 
 
-async def test_calls_run_in_the_order_of_their_numbers(served: Served, client: Any) -> None:
+async def test_calls_run_in_the_order_of_their_numbers(served: TinkerServer, client: Any) -> None:
     training = client.create_lora_training_client(str(MODEL), rank=4, seed=12).result()
     model_id = training.model_id
     headers = {"x-api-key": served.key}
@@ -127,7 +128,7 @@ async def test_calls_run_in_the_order_of_their_numbers(served: Served, client: A
         assert "momentum" in failure["error"]
 
 
-async def test_strangers_and_large_bodies_are_refused(served: Served) -> None:
+async def test_strangers_and_large_bodies_are_refused(served: TinkerServer) -> None:
     async with httpx.AsyncClient(base_url=served.url, timeout=60) as http:
         path, key = "/api/v1/create_session", {"x-api-key": served.key}
         for headers in ({}, {"x-api-key": "tml-wrong"}, {"authorization": "Bearer wrong"}):

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from integration.tinker import data
-from integration.tinker.conftest import MODEL
 from integration.tinker.test_training import steps
+
+from benchmarks.tinker_loop import MODEL
 
 
 def sampled(sampling: Any, prompt: str = "12 and 18", count: int = 2, **params: Any) -> Any:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from integration.tinker import data
-from integration.tinker.conftest import MODEL
+
+from benchmarks.tinker_loop import MODEL
 
 FULL = {"paceline.full_training": "true"}
 
