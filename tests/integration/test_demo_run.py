@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -111,7 +112,8 @@ def test_an_interrupted_demo_leaves_no_process_and_is_taken_up_again(tmp_path: P
 
 @pytest.mark.slow
 def test_a_program_that_reads_a_run_gets_json_lines(tmp_path: Path) -> None:
-    done = paceline("demo", "--out", str(tmp_path), "--steps", "2", *SMALL)
+    words = ("--out", str(tmp_path), "--steps", "2", "--tracker", "tensorboard")
+    done = paceline("demo", *words, *SMALL)
     assert done.returncode == 0, done.stderr
     objects = [json.loads(line) for line in done.stdout.splitlines()]
     kinds = [one["kind"] for one in objects]
@@ -119,6 +121,15 @@ def test_a_program_that_reads_a_run_gets_json_lines(tmp_path: Path) -> None:
     assert kinds.index("run") < kinds.index("serving") < kinds.index("step")
     assert [one.get("step", "0") for one in objects if one["kind"] == "step"] == ["0", "1"]
     assert (kinds[-1], objects[-1]["summary"]["steps"]) == ("summary", 2)
+    run, other = tmp_path / "demo-0-1", tmp_path / "other"
+    assert list(run.rglob("events.out.tfevents.*"))
+    shutil.copytree(run, other)
+    settings = (run / "config.toml").read_text().replace(str(run), str(other))
+    (other / "config.toml").write_text(settings.replace("seed = 0", "seed = 7"))
+    beside = paceline("report", str(run), "--against", str(other))
+    assert beside.returncode == 0, beside.stderr
+    assert "run.seed" in beside.stderr
+    assert str(other) in (run / "report.html").read_text()
 
 
 @pytest.mark.slow

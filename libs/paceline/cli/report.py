@@ -144,7 +144,8 @@ async def read_other(run: str, settings: Mapping[str, Any]) -> OtherRun:
     await _read_ledger(config, files)
     found = files.read_config()
     history = journal.read_history(files.directory / JOURNAL)
-    return OtherRun(files.run_id, history, run_files.differing(settings, found))
+    name = run if found["run"]["id"] == settings["run"]["id"] else files.run_id
+    return OtherRun(name, history, run_files.differing(settings, found))
 
 
 async def _read_ledger(config: ServiceConfig, files: run_files.RunFiles) -> LedgerCount:
