@@ -16,7 +16,7 @@ from paceline.errors import DataLoss, FailedPrecondition, InvalidInput, NotFound
 from paceline.services.policy_trainer import messages, publish
 from paceline.services.policy_trainer.algorithms.token_losses import token_loss
 from paceline.services.policy_trainer.batches.batch import MicroBatch
-from paceline.services.policy_trainer.batches.examples import read_examples
+from paceline.services.policy_trainer.batches.examples import read_examples, write_output
 from paceline.services.policy_trainer.batches.packing import MiniBatch
 from paceline.services.policy_trainer.config import Linear
 from paceline.services.policy_trainer.learn.build import build_learner
@@ -25,6 +25,7 @@ from paceline.services.policy_trainer.learn.weights import reshard
 from paceline.services.policy_trainer.trainer import PolicyTrainer
 from paceline.training import checkpoints, shards
 from paceline.v1 import policy_pb2 as pb
+from paceline.v1.tinker_pb2 import TinkerForwardBackward
 
 LEARNER_LOST = "LEARNER_LOST"
 _PREFIX = "state-"
@@ -140,10 +141,10 @@ class Orders:
     def _forward_backward(self, request: pb.LearnRequest) -> pb.LearnResponse:
         """Log-probs and losses of all targets, at temperature 1."""
         order = request.forward_backward
-        loss, learner = token_loss(order.loss), self._trainer.learner
-        options = loss.chosen(order.options)
+        loss, learner = token_loss(order.loss_fn), self._trainer.learner
+        options = loss.chosen(_options(order))
         vocabulary = learner.model.config.vocab_size
-        batch, inputs = read_examples(order.examples, loss.inputs, vocabulary)
+        batch, inputs = read_examples(order.data, loss.inputs, vocabulary)
         device = learner.mesh.device_type
         logprobs, losses = (torch.zeros(len(batch.owners), device=device) for _ in range(2))
 
@@ -166,9 +167,10 @@ class Orders:
             learner.packer.accumulate(learner.model, batch, part, losses_of, learner.on_micro_batch)
         for one in (logprobs, losses):
             dist.all_reduce(one)
-        wire = [one.cpu().numpy().astype("<f4").tobytes() for one in (logprobs, losses)]
-        figures = {"loss": float(losses.double().sum())}
-        return pb.LearnResponse(logprobs=wire[0], losses=wire[1], figures=figures)
+        found = {"logprobs": logprobs, "elementwise_loss": losses}
+        output = write_output(order.data, batch.owners, found)
+        output.metrics["loss:sum"] = float(losses.double().sum())
+        return pb.LearnResponse(output=output)
 
     def _optim_step(self, request: pb.LearnRequest) -> pb.LearnResponse:
         order = request.optim_step
@@ -226,3 +228,10 @@ class Orders:
         )
         report = trainer.publisher.push(publication, request.context)
         return pb.LearnResponse(figures={"bytes": report.bytes, "push_s": report.push_s})
+
+
+def _options(order: TinkerForwardBackward) -> dict[str, float]:
+    given = order.loss_fn_config_v2
+    if texts := [name for name, one in given.items() if one.WhichOneof("value") != "number"]:
+        raise InvalidInput("loss_fn_config has a text", seen=texts, allowed="numbers")
+    return {**order.loss_fn_config, **{name: one.number for name, one in given.items()}}

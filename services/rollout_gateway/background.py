@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from paceline.errors import ResourceExhausted
+from paceline.local.patience import cancel as cancel
 from paceline.services.rollout_gateway import metrics
 from paceline.telemetry import get_logger
 
@@ -28,14 +29,6 @@ def background(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]
 
     task.add_done_callback(log_failure)
     return task
-
-
-async def cancel(*tasks: asyncio.Future[Any] | None) -> None:
-    """Cancel tasks and wait until they have ended."""
-    started = [task for task in tasks if task is not None]
-    for task in started:
-        task.cancel()
-    await asyncio.gather(*started, return_exceptions=True)
 
 
 async def first_of(*waits: Coroutine[Any, Any, object]) -> None:

@@ -1,26 +1,23 @@
-"""Reads the bodies of requests and turns them into orders; turns answers into the SDK's form.
+"""Reads the bodies of requests.
 
 Unknown fields are refused by name: an ignored one could change a result in silence.
 """
 
-import json
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-import numpy as np
 from google.protobuf.message import DecodeError
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from paceline.errors import InvalidInput
-from paceline.services.tinker.futures import BINARY, Result
+from paceline.local.http_requests import field_errors
 from paceline.v1 import policy_pb2, tinker_pb2
 
 NAME = r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}"
 """Pattern of a saved state's name."""
-_LARGEST_ID = (1 << 31) - 1
-_PATH = re.compile(f"{NAME}(/{NAME})*")
-_DTYPES = {1: "<f4", 2: "<i8", 3: "<i4"}
+_FIELDS = TypeAdapter(dict[str, Any])
+Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+Optimizer = dict[Literal["type"], Literal["adamw"]]
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 
 
@@ -32,30 +29,15 @@ class Body(BaseModel):
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Self:
-        """The checked fields. Raises InvalidInput with the first wrong field."""
-        try:
+        """The checked fields. Raises FieldError with the first wrong field."""
+        with field_errors():
             return cls.model_validate(fields)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            place = ".".join(map(str, first["loc"]))
-            seen = str(first["input"])[:100]
-            raise InvalidInput(f"{place}: {first['msg']}", seen=seen) from error
 
 
 def parsed(data: bytes) -> dict[str, Any]:
-    """A JSON object. Raises InvalidInput for any other text."""
-    try:
-        found = json.loads(data or b"{}")
-    except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"the body is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise InvalidInput("the body is not a JSON object", seen=type(found).__name__)
-    return found
-
-
-def is_name(path: str) -> bool:
-    """Whether a path consists of names of saved states, so that it stays below its folder."""
-    return _PATH.fullmatch(path) is not None
+    """A JSON object. Raises FieldError for any other text."""
+    with field_errors():
+        return _FIELDS.validate_json(data or b"{}")
 
 
 class LoraBody(Body):
@@ -75,12 +57,6 @@ class LoraBody(Body):
         return found
 
 
-class OptimizerBody(Body):
-    """The optimiser of a training client."""
-
-    type: Literal["adamw"] = "adamw"
-
-
 class ModelBody(Body):
     """create_model."""
 
@@ -89,7 +65,7 @@ class ModelBody(Body):
     base_model: str
     user_metadata: dict[str, Any] | None = None
     lora_config: LoraBody | None = None
-    optimizer_config: OptimizerBody = OptimizerBody()
+    optimizer_config: Optimizer | None = None
 
 
 class AdamBody(Body):
@@ -100,7 +76,7 @@ class AdamBody(Body):
     beta2: float = Field(default=0.95, ge=0, lt=1)
     eps: float = Field(default=1e-12, ge=0, allow_inf_nan=False)
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    grad_clip_norm: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    clip_norm: float = Field(default=0.0, ge=0, allow_inf_nan=False, alias="grad_clip_norm")
 
 
 class StepBody(Body):
@@ -112,8 +88,7 @@ class StepBody(Body):
 
     def order(self) -> policy_pb2.OptimStep:
         """The step for the trainer."""
-        given = self.adam_params.model_dump(exclude={"type", "grad_clip_norm"})
-        return policy_pb2.OptimStep(**given, clip_norm=self.adam_params.grad_clip_norm)
+        return policy_pb2.OptimStep(**self.adam_params.model_dump(exclude={"type"}))
 
 
 class SaveBody(Body):
@@ -140,7 +115,7 @@ class LoadBody(Body):
     user_metadata: dict[str, Any] | None = None
     path: str
     optimizer: bool
-    optimizer_config: OptimizerBody | None = None
+    optimizer_config: Optimizer | None = None
     weights_access_token: None = None
 
 
@@ -157,7 +132,7 @@ class ChunkBody(Body):
     """A part of a prompt."""
 
     type: Literal["encoded_text"] = "encoded_text"
-    tokens: list[Annotated[int, Field(ge=0, lt=1 << 31)]]
+    tokens: list[Token]
 
 
 class PromptBody(Body):
@@ -165,20 +140,16 @@ class PromptBody(Body):
 
     chunks: list[ChunkBody]
 
-    def tokens(self) -> list[int]:
-        """Token ids of all parts."""
-        return [token for chunk in self.chunks for token in chunk.tokens]
-
 
 class SamplingBody(Body):
     """Sampling parameters; the gateway checks most ranges."""
 
     max_tokens: int | None = Field(default=None, ge=0, lt=1 << 31)
     seed: int | None = Field(default=None, ge=0, lt=1 << 63)
-    stop: str | list[str] | list[int] | None = None
+    stop: str | list[str] | list[Token] | None = None
     temperature: float = Field(default=1.0, allow_inf_nan=False)
-    top_k: int = Field(default=-1, lt=1 << 31)
-    top_p: float = Field(default=1.0, allow_inf_nan=False)
+    top_k: int = Field(default=-1, ge=-1, lt=1 << 31)
+    top_p: float = Field(default=1.0, gt=0, allow_inf_nan=False)
 
 
 class SampleBody(Body):
@@ -198,83 +169,10 @@ class SampleBody(Body):
     record_stability_info: Literal[False] | None = None
 
 
-# --- forward and forward_backward -----------------------------------------------------------------
-
-
 def read_binary(data: bytes) -> tinker_pb2.TinkerForwardBackward:
     """The body of forward_backward. Raises InvalidInput for other bytes."""
     try:
         return tinker_pb2.TinkerForwardBackward.FromString(data)
     except DecodeError as error:
-        raise InvalidInput("the body is no protobuf message of tinker 0.38") from error
-
-
-def learn_order(body: tinker_pb2.TinkerForwardBackward) -> policy_pb2.ForwardBackward:
-    """The order for the trainer. Raises InvalidInput for chunks, tensors and options that are not
-    served.
-    """
-    options = dict(body.loss_fn_config)
-    for name, value in body.loss_fn_config_v2.items():
-        if value.WhichOneof("value") != "number":
-            raise InvalidInput("loss_fn_config has a text", seen=name, allowed="numbers")
-        options[name] = value.number
-    examples = [_example(datum, f"data[{number}]") for number, datum in enumerate(body.data)]
-    if not examples:
-        raise InvalidInput("data is empty", allowed="one sequence or more")
-    return policy_pb2.ForwardBackward(
-        examples=examples, loss=body.loss_fn, options=options, forward_only=body.forward_only
-    )
-
-
-def _example(datum: tinker_pb2.TinkerDatum, place: str) -> policy_pb2.LearnExample:
-    tokens = b""
-    for chunk in datum.model_input:
-        if chunk.WhichOneof("chunk") != "encoded_text":
-            kind = chunk.WhichOneof("chunk")
-            raise InvalidInput(f"{place}: model_input has a chunk", seen=kind, allowed="tokens")
-        tokens += chunk.encoded_text.tokens
-    inputs = {}
-    for name, tensor in datum.loss_fn_inputs.items():
-        values = _values(tensor, f"{place}: {name}")
-        if name == "target_tokens":  # a larger id is not in any vocabulary either
-            inputs[name] = values.clip(-1, _LARGEST_ID).astype("<i4").tobytes()
-        else:
-            inputs[name] = values.astype("<f4").tobytes()
-    if "target_tokens" not in inputs:
-        raise InvalidInput(f"{place}: target_tokens are missing", seen=sorted(inputs))
-    targets = inputs.pop("target_tokens")
-    return policy_pb2.LearnExample(tokens=tokens, targets=targets, inputs=inputs)
-
-
-def _values(tensor: tinker_pb2.TinkerTensor, place: str) -> np.ndarray[Any, Any]:
-    dtype = _DTYPES.get(tensor.dtype)
-    if dtype is None or tensor.WhichOneof("encoding") != "dense":
-        allowed = "dense float32, int64 or int32"
-        raise InvalidInput(
-            f"{place} has another form", seen=f"type {tensor.dtype}", allowed=allowed
-        )
-    if len(tensor.dense) % np.dtype(dtype).itemsize:
-        raise InvalidInput(f"{place} ends within a number", seen=f"{len(tensor.dense)} bytes")
-    return np.frombuffer(tensor.dense, dtype)
-
-
-def learned(body: tinker_pb2.TinkerForwardBackward, answer: policy_pb2.LearnResponse) -> Result:
-    """The result of forward_backward: log-prob and loss of each target, as the targets are
-    shaped, and the sum of the losses.
-    """
-    metrics = {"loss:sum": answer.figures["loss"]}
-    output = tinker_pb2.TinkerForwardBackwardOutput(
-        loss_fn_output_type="ArrayRecord", metrics=metrics
-    )
-    parts = {"logprobs": answer.logprobs, "elementwise_loss": answer.losses}
-    done = 0
-    for datum in body.data:
-        targets, record = datum.loss_fn_inputs["target_tokens"], output.loss_fn_outputs.add()
-        record.num_datums, size = 1, 4 * len(_values(targets, ""))
-        for name, data in parts.items():
-            held = record.fields[name]
-            held.data, held.dtype = data[done : done + size], 1
-            held.offsets = np.array([0, size], "<i8").tobytes()
-            held.trailing_shape.extend(targets.shape[1:])
-        done += size
-    return Result(output.SerializeToString(), BINARY)
+        message = "the body is not protobuf, in which tinker sends it since 0.38"
+        raise InvalidInput(message) from error

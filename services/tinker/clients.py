@@ -6,7 +6,7 @@ client's turn, the learner's state is written, and that client's state is read.
 """
 
 import asyncio
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from itertools import count
@@ -25,9 +25,7 @@ class TrainingClient:
 
     model_id: str
     session_id: str
-    rank: int = 0  # 0: all weights are trained
-    targets: tuple[str, ...] = ()
-    seed: int = 0
+    learner: pb.CreateLearner = field(default_factory=pb.CreateLearner)  # rank, layers and seed
     saved: str = ""  # newest state with the optimiser's, below the folder; "": the start
     changed: bool = False  # since `saved`
     gradient: bool = False  # since the last optimiser step
@@ -55,8 +53,7 @@ class Clients:
     ) -> None:
         """`first_save`: number of the first checkpoint, above the numbers of earlier processes."""
         self._trainer, self._futures, self._gap_s = trainer, futures, gap_s
-        self._clients: dict[str, TrainingClient] = {}
-        self._turns: deque[str] = deque()
+        self._clients: OrderedDict[str, TrainingClient] = OrderedDict()  # longest idle first
         self._loaded: TrainingClient | None = None  # of which the trainer holds the learner
         self._over = False  # the turn of this client is over
         self._work = asyncio.Event()
@@ -69,7 +66,6 @@ class Clients:
     def add(self, client: TrainingClient) -> None:
         """Takes a new client."""
         self._clients[client.model_id] = client
-        self._turns.append(client.model_id)
 
     def drop(self, client: TrainingClient) -> None:
         """Ends a client; its waiting calls fail."""
@@ -136,14 +132,10 @@ class Clients:
         if present is not None and present.runnable and not self._over:
             return present
         self._over = False
-        for _ in range(len(self._turns)):
-            self._turns.rotate(-1)
-            client = self._clients.get(self._turns[-1])
-            if client is None:
-                self._turns.pop()
-            elif client.runnable:
-                return client
-        return None
+        client = next((one for one in self._clients.values() if one.runnable), None)
+        if client is not None:
+            self._clients.move_to_end(client.model_id)
+        return client
 
     # --- the learner ------------------------------------------------------------------------------
 
@@ -153,15 +145,10 @@ class Clients:
         """Makes the trainer hold a learner for the client, from its settings or a saved state."""
         await self._put_away(client)
         self._loaded = None
-        order = pb.CreateLearner(
-            rank=client.rank,
-            targets=client.targets,
-            seed=client.seed,
-            path=path,
-            optimizer=optimizer,
-        )
+        order = pb.CreateLearner(path=path, optimizer=optimizer)
+        order.MergeFrom(client.learner)
         answer = await self._trainer.order(client.model_id, create=order)
-        client.rank, client.targets = answer.rank, tuple(answer.targets)
+        client.learner.rank, client.learner.targets[:] = answer.rank, answer.targets
         client.saved, client.changed = (path, False) if optimizer else ("", True)
         client.gradient, client.lost = False, ""
         self._loaded = client

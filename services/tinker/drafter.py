@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from paceline.errors import PacelineError
-from paceline.local.patience import patient
+from paceline.local.patience import cancel, patient
 from paceline.messages import merge_arms, versions_from_proto
 from paceline.rpc import leased, leases, rpc_errors, wait_healthy
 from paceline.services.tinker.config import TinkerConfig
@@ -92,9 +92,7 @@ class DrafterLeases:
         except (PacelineError, TimeoutError) as error:
             _log.warning("the drafter's lease has failed", epoch=context.epoch, error=str(error))
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(*tasks)
         try:
             await self._give_back()
         except PacelineError as error:  # `end` repeats it

@@ -1,6 +1,7 @@
 """The front's sessions and the work of each call."""
 
 import asyncio
+import re
 import shutil
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
@@ -13,13 +14,22 @@ from paceline import errors
 from paceline.services.tinker import bodies
 from paceline.services.tinker.clients import Clients, TrainingClient
 from paceline.services.tinker.config import TinkerConfig
-from paceline.services.tinker.futures import Future, Futures, Result
-from paceline.services.tinker.samplers import Sampler, Samplers
+from paceline.services.tinker.futures import BINARY, Future, Futures, Result
+from paceline.services.tinker.samplers import Samplers
 
 FULL = "paceline.full_training"
 """Key of a training client's user_metadata; with the value "true" all weights are trained."""
 WEIGHTS, SAMPLERS = "weights", "sampler_weights"
-_SCHEME = "tinker://"
+Work = Callable[[TrainingClient], Awaitable[Result]]
+_SCHEME, _OWNER = "tinker://", r"[A-Za-z0-9_-][A-Za-z0-9:._-]{0,127}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """Weights to sample from."""
+
+    path: str  # below the folder; "": the start policy
+    model_path: str | None = None  # tinker://...
 
 
 @dataclass(slots=True)
@@ -28,7 +38,7 @@ class Session:
 
     name: str
     clients: list[TrainingClient] = field(default_factory=list)
-    samplers: list[str] = field(default_factory=list)
+    samplers: dict[str, Sampler] = field(default_factory=dict)  # by name
     ends: asyncio.TimerHandle | None = None
 
 
@@ -41,7 +51,6 @@ class TinkerFront:
         self.config, self.futures = config, futures
         self._clients, self._samplers = clients, samplers
         self._sessions: dict[str, Session] = {}
-        self._named: dict[str, Sampler] = {}
         model = Path(config.model).absolute()
         self.model = str(model)
         self._names = {self.model, config.model, model.name, *config.model_names}
@@ -80,13 +89,7 @@ class TinkerFront:
     def end_session(self, name: str) -> None:
         """Ends a session. Its named states stay; its unnamed samplers and its clients go."""
         session = self._sessions.pop(name, None)
-        if session is None:
-            return
-        if session.ends is not None:
-            session.ends.cancel()
-        for sampler in session.samplers:
-            del self._named[sampler]
-        for client in session.clients:
+        for client in session.clients if session else ():
             self._clients.drop(client)
             for path in client.samplers:
                 self._remove(path)
@@ -112,12 +115,7 @@ class TinkerFront:
             raise errors.NotFound("the training client is unknown or has ended", seen=model_id)
         return found
 
-    def submit(
-        self,
-        fields: Mapping[str, Any],
-        size: int,
-        work: Callable[[TrainingClient], Awaitable[Result]],
-    ) -> Future:
+    def submit(self, fields: Mapping[str, Any], size: int, work: Work) -> Future:
         """Queues a call by its model_id and seq_id. Its other fields are checked in its turn, so
         that a wrong call takes its place among the calls of its client.
         """
@@ -129,9 +127,7 @@ class TinkerFront:
         self.touch(client.session_id)
         return self._clients.submit(client, seq, size, lambda: work(client))
 
-    def _add(
-        self, fields: Mapping[str, Any], work: Callable[[TrainingClient], Awaitable[Result]]
-    ) -> Future:
+    def _add(self, fields: Mapping[str, Any], work: Work) -> Future:
         """Queues the first call of a new training client, which ends if that call fails."""
         session = self.touch(fields.get("session_id"))
         model_id = f"{session.name}:train:{fields['model_seq_id']}"
@@ -153,11 +149,11 @@ class TinkerFront:
         """create_model, with adapters or with all weights trained."""
         body = bodies.ModelBody.read(fields)
         self.check_model(body.base_model)
-        full = (body.user_metadata or {}).get(FULL) == "true"
-        if body.lora_config is not None and not full:
-            client.rank, client.targets = body.lora_config.rank, body.lora_config.targets()
-        seed = body.lora_config.seed if body.lora_config else None
-        client.seed = seed if seed is not None else uuid.uuid4().int >> 65
+        learner, lora = client.learner, body.lora_config
+        if lora is not None and (body.user_metadata or {}).get(FULL) != "true":
+            learner.rank, learner.targets[:] = lora.rank, lora.targets()
+        seed = lora.seed if lora else None
+        learner.seed = seed if seed is not None else uuid.uuid4().int >> 65
         await self._clients.create(client)
         return Result.of(model_id=client.model_id, type="create_model")
 
@@ -177,17 +173,16 @@ class TinkerFront:
             "model_data": {"model_name": self.model, "tokenizer_id": self.model},
             "model_id": client.model_id,
             "model_name": self.model,
-            "is_lora": client.rank > 0,
-            "lora_rank": client.rank or None,
+            "is_lora": client.learner.rank > 0,
+            "lora_rank": client.learner.rank or None,
         }
 
     async def learn(self, client: TrainingClient, data: bytes) -> Result:
         """forward and forward_backward."""
         body = bodies.read_binary(data)
-        order = bodies.learn_order(body)
-        answer = await self._clients.order(client, forward_backward=order)
+        answer = await self._clients.order(client, forward_backward=body)
         client.gradient |= not body.forward_only
-        return bodies.learned(body, answer)
+        return Result(answer.output.SerializeToString(), BINARY)
 
     async def step(self, client: TrainingClient, fields: Mapping[str, Any]) -> Result:
         """optim_step. The turn of its client ends."""
@@ -228,13 +223,12 @@ class TinkerFront:
         await self._clients.save(client, path, weights_only=kind == SAMPLERS)
         return Result.of(path=f"{_SCHEME}{client.model_id}/{kind}/{body.path}")
 
-    def _path_of(self, uri: str, *kinds: str) -> str:
+    def _path_of(self, uri: str, kind: str) -> str:
         """Directory of a saved state below the folder. Raises NotFound."""
-        owner, kind, name = [*uri.removeprefix(_SCHEME).split("/"), "", ""][:3]
-        path = f"{owner.replace(':', '-')}/{kind}/{name}"
-        whole = uri == f"{_SCHEME}{owner}/{kind}/{name}" and kind in kinds
-        if not (whole and bodies.is_name(path) and (self.config.folder / path).is_dir()):
-            allowed = f"{_SCHEME}MODEL_ID/{'|'.join(kinds)}/NAME of a saved state"
+        found = re.fullmatch(f"{_SCHEME}({_OWNER}/{kind}/{bodies.NAME})", uri)
+        path = found[1].replace(":", "-") if found else ""
+        if not path or not (self.config.folder / path).is_dir():
+            allowed = f"{_SCHEME}MODEL_ID/{kind}/NAME of a saved state"
             raise errors.NotFound("nothing is saved there", seen=uri[:200], allowed=allowed)
         return path
 
@@ -243,21 +237,15 @@ class TinkerFront:
     def open_sampler(self, fields: Mapping[str, Any]) -> dict[str, str]:
         """A sampler of saved weights or of the start policy."""
         body = bodies.SamplerBody.read(fields)
-        session = self.touch(body.session_id)
         self.check_model(body.base_model)
         path = self._path_of(body.model_path, SAMPLERS) if body.model_path else ""
         number = body.sampling_session_seq_id
-        name = self._add_sampler(session.name, number, path, body.model_path)
+        name = self._add_sampler(body.session_id, number, path, body.model_path)
         return {"sampling_session_id": name, "type": "create_sampling_session"}
 
     def _add_sampler(self, session_id: str, number: int | None, path: str, uri: str | None) -> str:
         name = f"{session_id}:sample:{number}"
-        session = self._sessions.get(session_id)
-        if session is None:
-            raise errors.NotFound("the session has ended", seen=session_id)
-        if name not in self._named:
-            session.samplers.append(name)
-        self._named[name] = Sampler(name, session_id, path, uri)
+        self.touch(session_id).samplers[name] = Sampler(path, uri)
         return name
 
     def sampler_info(self, name: str) -> dict[str, str | None]:
@@ -266,27 +254,26 @@ class TinkerFront:
         return {"sampler_id": name, "base_model": self.model, "model_path": found.model_path}
 
     def _sampler(self, name: str) -> Sampler:
-        found = self._named.get(name)
+        """The sampler, whose session lives on. Raises NotFound."""
+        found = self.touch(name.partition(":")[0]).samplers.get(name)
         if found is None:
-            raise errors.NotFound("no such sampler; its session may have ended", seen=name)
+            raise errors.NotFound("no such sampler in its session", seen=name)
         return found
 
     def sample(self, fields: Mapping[str, Any], size: int) -> dict[str, Any]:
         """Starts a sample; returns the promise of its future, with the names of its sequences."""
         body = bodies.SampleBody.read(fields)
         sampler = self._sampler(body.sampling_session_id)
-        self.touch(sampler.session_id)
-        name = f"{sampler.name}:{body.seq_id}"
+        name = f"{body.sampling_session_id}:{body.seq_id}"
         names = [f"{name}:{number}" for number in range(body.num_samples)]
         future = self.futures.find(name)
         if future is None:
             future = self.futures.open(name, size)
-            self.futures.start(future, self._sample(sampler, body, name))
+            self.futures.start(future, self._sample(sampler.path, body, name))
         return future.promise(sample_sequence_ids=names)
 
-    async def _sample(self, sampler: Sampler, body: bodies.SampleBody, name: str) -> Result:
-        path = sampler.path
+    async def _sample(self, path: str, body: bodies.SampleBody, name: str) -> Result:
         if path and not (self.config.folder / path).is_dir():
             allowed = f"{self.config.kept_samplers} unnamed samplers of a client; others by name"
-            raise errors.NotFound("the weights are gone", seen=sampler.name, allowed=allowed)
+            raise errors.NotFound("the weights are gone", seen=name, allowed=allowed)
         return await self._samplers.sample(path, body, name)

@@ -42,8 +42,7 @@ class Future:
 
     name: str
     size: int  # bytes that it keeps
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-    result: Result | None = None
+    answer: asyncio.Future[Result] = field(default_factory=asyncio.Future)
     read: bool = False
     task: asyncio.Task[None] | None = None  # None: another object runs the call
 
@@ -82,11 +81,10 @@ class Futures:
 
     def settle(self, future: Future, result: Result) -> None:
         """Stores an answer and wakes its readers."""
-        future.result = result
         if future.name in self._kept:
             self._bytes += len(result.body) - future.size
         future.size = len(result.body)
-        future.done.set()
+        future.answer.set_result(result)
 
     def start(self, future: Future, call: Awaitable[Result]) -> None:
         """Runs a call beside all other calls."""
@@ -100,7 +98,7 @@ class Futures:
             result = Result.failed(error)
         except Exception as error:  # noqa: BLE001  the caller must not wait for ever
             _log.error("a call failed", future=future.name, exc_info=error)
-            result = Result.of(error="the front failed; its log has the cause", category="server")
+            result = Result.failed(errors.InternalError("the front failed; its log has the cause"))
         self.settle(future, result)
 
     async def wait(self, name: str, deadline_s: float) -> Result | None:
@@ -109,10 +107,6 @@ class Futures:
         if future is None:
             message = "no such call; its answer was read, or the server restarted"
             raise errors.NotFound(message, seen=name)
-        try:
-            async with asyncio.timeout(deadline_s):
-                await future.done.wait()
-        except TimeoutError:
-            return None
-        future.read = True
-        return future.result
+        await asyncio.wait([future.answer], timeout=deadline_s)
+        future.read = future.answer.done()
+        return future.answer.result() if future.read else None

@@ -7,13 +7,13 @@ the trainer pushes their weights, and this front commits them in the place of th
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import numpy as np
 
 from paceline import errors
+from paceline.local.patience import cancel
 from paceline.messages import versions_from_proto
 from paceline.rpc import responses, rpc_errors
 from paceline.rpc.progress import while_moving
@@ -39,16 +39,6 @@ _ENDS = (trajectory_pb2.FINISH_REASON_STOP, trajectory_pb2.FINISH_REASON_LENGTH)
 _log = get_logger(__name__)
 
 
-@dataclass(slots=True)
-class Sampler:
-    """A sampling session."""
-
-    name: str
-    session_id: str
-    path: str  # of its weights below the folder; "": the start policy
-    model_path: str | None = None  # tinker://...
-
-
 class Samplers:
     """Samples and the serving weights. Use on one event loop."""
 
@@ -66,7 +56,7 @@ class Samplers:
         self._weights: Any = WeightServiceStub(gateway)  # type: ignore[no-untyped-call]
         self._room = asyncio.Semaphore(parallel)
         self._path: str | None = None  # of the serving weights; None: unknown
-        self._running = 0
+        self._running = set[asyncio.Future[None]]()
         self._waiting: dict[str, list[asyncio.Future[None]]] = {}  # by path, longest wait first
         self._switching: asyncio.Task[None] | None = None
 
@@ -86,20 +76,16 @@ class Samplers:
             try:
                 found = await asyncio.gather(*drawing)
             finally:  # no sample runs on while other weights are served
-                for one in drawing:
-                    one.cancel()
-                await asyncio.gather(*drawing, return_exceptions=True)
-        answer = tinker_pb2.TinkerSample(sequences=[sequence for sequence, _ in found])
-        scores = found[0][1]
-        if scores is not None:
-            answer.prompt_logprobs = scores
+                await cancel(*drawing)
+        sequences, scores = zip(*found, strict=True)
+        answer = tinker_pb2.TinkerSample(sequences=sequences, prompt_logprobs=scores[0])
         return Result(answer.SerializeToString(), BINARY)
 
     async def _generate(
         self, body: SampleBody, name: str, number: int
     ) -> tuple[tinker_pb2.TinkerSampledSequence, bytes | None]:
         scored = bool(body.prompt_logprobs) and number == 0
-        prompt = body.prompt.tokens()
+        prompt = [token for chunk in body.prompt.chunks for token in chunk.tokens]
         request = rollout_pb2.GenerateRequest(
             token_ids=rollout_pb2.TokenIds(ids=prompt),
             sampling=_sampling(body, number, scored),
@@ -140,18 +126,10 @@ class Samplers:
         self._advance()
         try:
             await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._leave()
-            raise
-        try:
             yield
         finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        self._running -= 1
-        self._advance()
+            self._running.discard(turn)
+            self._advance()
 
     def _advance(self) -> None:
         """Admits the requests for the serving weights if no other request waits longer; otherwise
@@ -167,7 +145,7 @@ class Samplers:
         if path == self._path and not self._leases.held:
             for turn in self._waiting.pop(path):
                 if not turn.done():
-                    self._running += 1
+                    self._running.add(turn)
                     turn.set_result(None)
         elif not self._running:
             self._switching = asyncio.create_task(self._switch(path))
@@ -220,26 +198,17 @@ class Samplers:
 
 
 def _sampling(body: SampleBody, number: int, scored: bool) -> trajectory_pb2.SamplingParams:
-    """The engine's sampling of sample `number`. Raises InvalidInput for values without a meaning
-    there.
-    """
+    """The engine's sampling of sample `number`."""
     given = body.sampling_params
     stop = [given.stop] if isinstance(given.stop, str) else given.stop
-    texts = [one for one in stop or () if isinstance(one, str)]
-    ids = [one for one in stop or () if isinstance(one, int)]
-    if min([given.top_k + 1, *ids], default=0) < 0 or given.top_p <= 0:
-        raise errors.InvalidInput("top_k, top_p or a stop token is out of range", seen=given)
-    sampling = trajectory_pb2.SamplingParams(
+    return trajectory_pb2.SamplingParams(
         temperature=given.temperature,
         top_p=given.top_p,
         top_k=max(given.top_k, 0),
         max_tokens=given.max_tokens if given.max_tokens is not None else _LONGEST,
-        stop=texts,
-        stop_token_ids=ids,
+        stop=[one for one in stop or () if isinstance(one, str)],
+        stop_token_ids=[one for one in stop or () if isinstance(one, int)],
         ignore_eos=stop is not None and not stop,
+        seed=None if given.seed is None else (given.seed + number) % (1 << 63),
+        prompt_logprobs=0 if scored else None,
     )
-    if given.seed is not None:
-        sampling.seed = (given.seed + number) % (1 << 63)
-    if scored:
-        sampling.prompt_logprobs = 0
-    return sampling

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from paceline.errors import ConfigError
 from paceline.local.http_server import start_http
+from paceline.local.patience import unless
 from paceline.rpc import Server, channel, leased
 from paceline.rpc.progress import Activity, add_progress
 from paceline.services.tinker.api import KEY_PREFIX, Api
@@ -65,15 +66,10 @@ async def serve(config: TinkerConfig, stop: asyncio.Event) -> None:
         http, http_task, port = start_http(
             app, addresses.tinker_http, security, timeout_graceful_shutdown=int(_GRACE_S)
         )
-        running = asyncio.create_task(clients.run())
         try:
             await server.start()
             _log.info("tinker serves", model=front.model, http_port=port, keys=f"{KEY_PREFIX}TOKEN")
-            stopped = asyncio.create_task(stop.wait())
-            await asyncio.wait({stopped, running}, return_when=asyncio.FIRST_COMPLETED)
-            if running.done():
-                await running
+            await unless(stop, clients.run())
         finally:
-            running.cancel()
             http.should_exit = True
             await asyncio.gather(server.stop(_GRACE_S), http_task)

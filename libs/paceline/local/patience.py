@@ -55,6 +55,14 @@ async def within(seconds: float, awaited: Awaitable[T], what: str) -> T:
         raise DeadlineExceeded(what, seen=f"{limit_s:.0f} s") from error
 
 
+async def cancel(*tasks: asyncio.Future[Any] | None) -> None:
+    """Cancels tasks and waits until they have ended."""
+    started = [task for task in tasks if task is not None]
+    for task in started:
+        task.cancel()
+    await asyncio.gather(*started, return_exceptions=True)
+
+
 async def unless(stop: asyncio.Event, work: Awaitable[None]) -> bool:
     """Awaits `work` and returns True. When `stop` is set first, cancels the work and returns
     False.
@@ -67,9 +75,7 @@ async def unless(stop: asyncio.Event, work: Awaitable[None]) -> bool:
             task.result()
         return task.done()
     finally:
-        for each in (task, stopped):
-            each.cancel()
-        await asyncio.gather(task, stopped, return_exceptions=True)
+        await cancel(task, stopped)
 
 
 LOOK_S = 1.0

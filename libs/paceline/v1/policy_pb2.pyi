@@ -1,3 +1,4 @@
+from paceline.v1 import tinker_pb2 as _tinker_pb2
 from paceline.v1 import trajectory_pb2 as _trajectory_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -178,11 +179,11 @@ class LearnRequest(_message.Message):
     context: _trajectory_pb2.CommandContext
     learner: str
     create: CreateLearner
-    forward_backward: ForwardBackward
+    forward_backward: _tinker_pb2.TinkerForwardBackward
     optim_step: OptimStep
     save: SaveLearner
     publish: PublishSaved
-    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., learner: _Optional[str] = ..., create: _Optional[_Union[CreateLearner, _Mapping]] = ..., forward_backward: _Optional[_Union[ForwardBackward, _Mapping]] = ..., optim_step: _Optional[_Union[OptimStep, _Mapping]] = ..., save: _Optional[_Union[SaveLearner, _Mapping]] = ..., publish: _Optional[_Union[PublishSaved, _Mapping]] = ...) -> None: ...
+    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., learner: _Optional[str] = ..., create: _Optional[_Union[CreateLearner, _Mapping]] = ..., forward_backward: _Optional[_Union[_tinker_pb2.TinkerForwardBackward, _Mapping]] = ..., optim_step: _Optional[_Union[OptimStep, _Mapping]] = ..., save: _Optional[_Union[SaveLearner, _Mapping]] = ..., publish: _Optional[_Union[PublishSaved, _Mapping]] = ...) -> None: ...
 
 class CreateLearner(_message.Message):
     __slots__ = ("rank", "targets", "seed", "path", "optimizer")
@@ -197,42 +198,6 @@ class CreateLearner(_message.Message):
     path: str
     optimizer: bool
     def __init__(self, rank: _Optional[int] = ..., targets: _Optional[_Iterable[str]] = ..., seed: _Optional[int] = ..., path: _Optional[str] = ..., optimizer: _Optional[bool] = ...) -> None: ...
-
-class LearnExample(_message.Message):
-    __slots__ = ("tokens", "targets", "inputs")
-    class InputsEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: bytes
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    TARGETS_FIELD_NUMBER: _ClassVar[int]
-    INPUTS_FIELD_NUMBER: _ClassVar[int]
-    tokens: bytes
-    targets: bytes
-    inputs: _containers.ScalarMap[str, bytes]
-    def __init__(self, tokens: _Optional[bytes] = ..., targets: _Optional[bytes] = ..., inputs: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
-
-class ForwardBackward(_message.Message):
-    __slots__ = ("examples", "loss", "options", "forward_only")
-    class OptionsEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: float
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
-    EXAMPLES_FIELD_NUMBER: _ClassVar[int]
-    LOSS_FIELD_NUMBER: _ClassVar[int]
-    OPTIONS_FIELD_NUMBER: _ClassVar[int]
-    FORWARD_ONLY_FIELD_NUMBER: _ClassVar[int]
-    examples: _containers.RepeatedCompositeFieldContainer[LearnExample]
-    loss: str
-    options: _containers.ScalarMap[str, float]
-    forward_only: bool
-    def __init__(self, examples: _Optional[_Iterable[_Union[LearnExample, _Mapping]]] = ..., loss: _Optional[str] = ..., options: _Optional[_Mapping[str, float]] = ..., forward_only: _Optional[bool] = ...) -> None: ...
 
 class OptimStep(_message.Message):
     __slots__ = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "clip_norm")
@@ -269,7 +234,7 @@ class PublishSaved(_message.Message):
     def __init__(self, path: _Optional[str] = ..., policy_version: _Optional[int] = ...) -> None: ...
 
 class LearnResponse(_message.Message):
-    __slots__ = ("logprobs", "losses", "figures", "rank", "targets")
+    __slots__ = ("output", "figures", "rank", "targets")
     class FiguresEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -277,14 +242,12 @@ class LearnResponse(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
-    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    LOSSES_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
     FIGURES_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     TARGETS_FIELD_NUMBER: _ClassVar[int]
-    logprobs: bytes
-    losses: bytes
+    output: _tinker_pb2.TinkerForwardBackwardOutput
     figures: _containers.ScalarMap[str, float]
     rank: int
     targets: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, logprobs: _Optional[bytes] = ..., losses: _Optional[bytes] = ..., figures: _Optional[_Mapping[str, float]] = ..., rank: _Optional[int] = ..., targets: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, output: _Optional[_Union[_tinker_pb2.TinkerForwardBackwardOutput, _Mapping]] = ..., figures: _Optional[_Mapping[str, float]] = ..., rank: _Optional[int] = ..., targets: _Optional[_Iterable[str]] = ...) -> None: ...

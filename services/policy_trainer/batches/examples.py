@@ -1,9 +1,9 @@
-"""Reads the sequences of the Tinker front as a batch with targets of their own.
+"""Reads the SDK's sequences as a batch with targets of their own, and writes its answer.
 
 Shape letters: N tokens of a sequence, K targets at a token, T targets of all sequences.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -13,7 +13,10 @@ from torch import Tensor
 
 from paceline.errors import InvalidInput
 from paceline.services.policy_trainer.batches.batch import TrainBatch
-from paceline.v1.policy_pb2 import LearnExample
+from paceline.v1.tinker_pb2 import TinkerDatum, TinkerForwardBackwardOutput, TinkerTensor
+
+TARGETS = "target_tokens"
+_DTYPES = {1: "<f4", 2: "<i8", 3: "<i4"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,46 +32,74 @@ class TargetBatch(TrainBatch):
 
 
 def read_examples(
-    examples: Sequence[LearnExample], names: Sequence[str], vocabulary: int
+    data: Sequence[TinkerDatum], names: Sequence[str], vocabulary: int
 ) -> tuple[TargetBatch, dict[str, Float[Tensor, " T"]]]:
     """The batch, and the loss's inputs of these names. Absent weights are 1.
 
     Raises InvalidInput, with the number of the sequence: no token; a token beyond the vocabulary;
-    other numbers of targets or inputs than the tokens need; a missing, unknown or non-finite input.
+    other numbers of targets or inputs than the tokens need; a missing, unknown or non-finite input;
+    chunks and tensors that are not served.
     """
+    if not data:
+        raise InvalidInput("data is empty", allowed="one sequence or more")
     tokens, targets, columns = [], [], {name: list[np.ndarray]() for name in names}
-    for number, one in enumerate(examples):
-        ids, wanted = (np.frombuffer(part, "<i4") for part in (one.tokens, one.targets))
+    for number, one in enumerate(data):
         place = f"data[{number}]"
+        ids = _tokens(one, place)
+        given = {
+            name: _values(tensor, f"{place}: {name}") for name, tensor in one.loss_fn_inputs.items()
+        }
+        wanted = given.pop(TARGETS, None)
+        if wanted is None:
+            raise InvalidInput(f"{place}: {TARGETS} are missing", seen=sorted(given))
         if not len(ids) or not len(wanted) or len(wanted) % len(ids):
             message = f"{place}: target_tokens do not fit model_input"
             allowed = f"{len(ids)}, or a multiple" if len(ids) else "one token or more"
             raise InvalidInput(message, seen=f"{len(wanted)} targets", allowed=allowed)
         for part in (ids, wanted):
-            if part.min() < 0 or part.max() >= vocabulary:
-                odd = int(part.min()) if part.min() < 0 else int(part.max())
-                message, allowed = (
-                    f"{place}: a token is not in the vocabulary",
-                    f"0..{vocabulary - 1}",
-                )
-                raise InvalidInput(message, seen=odd, allowed=allowed)
+            if not (part.min() >= 0 and part.max() < vocabulary):
+                odd = part.min() if part.min() < 0 else part.max()
+                message, allowed = "a token is not in the vocabulary", f"0..{vocabulary - 1}"
+                raise InvalidInput(f"{place}: {message}", seen=odd, allowed=allowed)
         tokens.append(ids)
         targets.append(wanted)
-        for name, values in _inputs(one, names, len(wanted), place).items():
+        for name, values in _inputs(given, names, len(wanted), place).items():
             columns[name].append(values)
     inputs = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in columns.items()}
     return _batch(tokens, targets), inputs
 
 
+def _tokens(datum: TinkerDatum, place: str) -> np.ndarray:
+    kinds = {chunk.WhichOneof("chunk") for chunk in datum.model_input} - {"encoded_text"}
+    if kinds:
+        raise InvalidInput(f"{place}: model_input has a chunk", seen=kinds, allowed="tokens")
+    data = b"".join(chunk.encoded_text.tokens for chunk in datum.model_input)
+    return _numbers(data, _DTYPES[3], f"{place}: model_input")
+
+
+def _values(tensor: TinkerTensor, place: str) -> np.ndarray:
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is None or tensor.WhichOneof("encoding") != "dense":
+        seen, allowed = f"type {tensor.dtype}", "dense float32, int64 or int32"
+        raise InvalidInput(f"{place} has another form", seen=seen, allowed=allowed)
+    return _numbers(tensor.dense, dtype, place)
+
+
+def _numbers(data: bytes, dtype: str, place: str) -> np.ndarray:
+    if len(data) % np.dtype(dtype).itemsize:
+        raise InvalidInput(f"{place} ends within a number", seen=f"{len(data)} bytes")
+    return np.frombuffer(data, dtype)
+
+
 def _inputs(
-    example: LearnExample, names: Sequence[str], count: int, place: str
+    tensors: Mapping[str, np.ndarray], names: Sequence[str], count: int, place: str
 ) -> dict[str, np.ndarray]:
-    given = {name: np.frombuffer(data, "<f4") for name, data in example.inputs.items()}
+    given = {name: values.astype(np.float32) for name, values in tensors.items()}
     if "weights" in names:
         given.setdefault("weights", np.ones(count, np.float32))
     if given.keys() != set(names):
         message = f"{place}: the loss has other inputs"
-        seen, allowed = sorted(given), ", ".join(("target_tokens", *names))
+        seen, allowed = sorted(given), ", ".join((TARGETS, *names))
         raise InvalidInput(message, seen=seen, allowed=allowed)
     for name, values in given.items():
         if len(values) != count:
@@ -105,3 +136,25 @@ def _batch(tokens: Sequence[np.ndarray], targets: Sequence[np.ndarray]) -> Targe
     }
     own = torch.from_numpy(np.concatenate(targets).astype(np.int64))
     return TargetBatch(**nothing | chosen, own_targets=own)
+
+
+def write_output(
+    data: Sequence[TinkerDatum],
+    owners: Int[Tensor, " T"],
+    values: Mapping[str, Float[Tensor, " T"]],
+) -> TinkerForwardBackwardOutput:
+    """The values by name as a record of each sequence, in the shape of its targets. `owners`: the
+    sequence of each target.
+    """
+    output = TinkerForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
+    wire = {name: one.cpu().numpy().astype("<f4").tobytes() for name, one in values.items()}
+    done = 0
+    for datum, count in zip(data, owners.bincount().tolist(), strict=True):
+        record, size = output.loss_fn_outputs.add(num_datums=1), 4 * count
+        for name, numbers in wire.items():
+            held = record.fields[name]
+            held.data, held.dtype = numbers[done : done + size], 1
+            held.offsets = np.array([0, size], "<i8").tobytes()
+            held.trailing_shape.extend(datum.loss_fn_inputs[TARGETS].shape[1:])
+        done += size
+    return output

@@ -9,14 +9,11 @@ from dataclasses import dataclass
 
 from paceline.errors import FailedPrecondition
 
-OTHER_GATEWAY = "OTHER_GATEWAY"
-"""Error reason of a session, key or completion that another gateway has."""
-
 
 class OtherGateway(FailedPrecondition):
     """Another gateway has the session, key, completion or group."""
 
-    reason = OTHER_GATEWAY
+    reason = "OTHER_GATEWAY"
     gateway = 0  # the gateway's number
 
 

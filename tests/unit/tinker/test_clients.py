@@ -14,6 +14,7 @@ from paceline.errors import FailedPrecondition, InvalidInput, PacelineError
 from paceline.services.tinker.clients import Clients, TrainingClient
 from paceline.services.tinker.futures import LOST, Futures, Result
 from paceline.v1 import policy_pb2 as pb
+from paceline.v1.tinker_pb2 import TinkerForwardBackward
 
 
 class Recorder:
@@ -55,7 +56,7 @@ class World:
         """Queues a forward_backward or optim_step."""
 
         async def work() -> Result:
-            await self.clients.order(client, **{kind: getattr(pb, _MESSAGES[kind])()})
+            await self.clients.order(client, **{kind: _MESSAGES[kind]()})
             client.gradient = kind == "forward_backward"
             if kind == "optim_step":
                 client.changed = True
@@ -70,7 +71,7 @@ class World:
         return json.loads(found.body)
 
 
-_MESSAGES = {"forward_backward": "ForwardBackward", "optim_step": "OptimStep"}
+_MESSAGES = {"forward_backward": TinkerForwardBackward, "optim_step": pb.OptimStep}
 
 
 @asynccontextmanager

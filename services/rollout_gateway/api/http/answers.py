@@ -16,45 +16,19 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from paceline import errors
+from paceline.local.http_requests import status_of
 from paceline.services.rollout_gateway.api.http import requests, shapes
 from paceline.services.rollout_gateway.calls.call import Call, Piece, Plan
 from paceline.services.rollout_gateway.calls.planner import CHECKED_FIELDS, Asked
 from paceline.services.rollout_gateway.chat.messages import ChatRequest, Delta, ToolCall
 from paceline.services.rollout_gateway.sessions import names, session
 
-ERRORS: tuple[tuple[str | type[errors.PacelineError], int, str], ...] = (
-    ("UNAUTHENTICATED", 401, "authentication_error"),
-    ("NOT_ALLOWED", 403, "permission_error"),
-    ("MODEL_NOT_FOUND", 404, "invalid_request_error"),
-    ("BODY_TIMEOUT", 408, "invalid_request_error"),
-    ("BODY_TOO_LARGE", 413, "invalid_request_error"),
-    ("UNSUPPORTED_MEDIA_TYPE", 415, "invalid_request_error"),
-    (names.OTHER_GATEWAY, 421, "invalid_request_error"),
-    (errors.InvalidInput, 400, "invalid_request_error"),
-    (errors.MissingCapability, 400, "invalid_request_error"),
-    (errors.NotFound, 404, "not_found_error"),
-    (errors.FailedPrecondition, 409, "invalid_request_error"),
-    (errors.ResourceExhausted, 429, "rate_limit_error"),
-    (errors.Unavailable, 503, "server_error"),
-    (errors.DeadlineExceeded, 504, "server_error"),
-    (errors.PacelineError, 500, "server_error"),
-)
-"""(reason or class of an error, HTTP status, OpenAI's type); the first row that fits counts."""
 ANTHROPIC_TYPES = {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
 PROMPTS = {"/v1/chat/completions": "messages", "/v1/responses": "input"}
 """Each path's name of the prompt field."""
 RETRY_STATUSES = (429, 503)
 GATEWAY_HEADER = "x-paceline-gateway"
 """Header with the number of the gateway that has a session; a load balancer routes by it."""
-
-
-def status_of(error: errors.PacelineError) -> tuple[int, str]:
-    """(status, OpenAI's error type)"""
-    return next(
-        (status, name)
-        for key, status, name in ERRORS
-        if (key == error.reason if isinstance(key, str) else isinstance(error, key))
-    )
 
 
 def openai_error(error: errors.PacelineError, path: str = "") -> dict[str, Any]:

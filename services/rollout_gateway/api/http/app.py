@@ -1,9 +1,7 @@
 """Makes the ASGI application: its operations, their OpenAPI document and the layer around requests.
 
-On loopback the gateway trusts every client, and a page in its user's browser can reach it too. Such
-a page may use its own name that resolves to loopback (DNS rebinding): its Host is foreign. Or it
-sends a request without a preflight: its Origin is foreign, or its body is no JSON (see
-requests.py).
+A page of another site could send a request without a preflight: its Host or Origin is foreign
+(`paceline.local.http_requests`), or its body is no JSON (see requests.py).
 """
 
 import functools
@@ -13,13 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
-from urllib.parse import urlsplit
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -27,8 +23,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline import telemetry
-from paceline.errors import InternalError, InvalidInput, NotFound, PacelineError
-from paceline.rpc import names_loopback
+from paceline.errors import PacelineError
+from paceline.local.http_requests import check_site, error_handlers
 from paceline.services.rollout_gateway import metrics as instruments
 from paceline.services.rollout_gateway.api.http import (
     answers,
@@ -167,7 +163,6 @@ OPERATIONS = (
 
 NOTED = {"x-paceline-ignored": "ignored", "x-paceline-overridden": "overridden"}
 """Header of an answer -> attribute of the request's state, a sequence of texts."""
-log = telemetry.get_logger(__name__)
 
 
 class HttpFront:
@@ -206,7 +201,11 @@ class HttpFront:
         try:
             with span(names.HTTP_REQUEST, about, kind="server", parent=extract(carrier)) as current:
                 try:
-                    app = self._foreign(Request(scope)) or self._app
+                    request, app = Request(scope), self._app
+                    try:
+                        check_site(request, loopback=self._loopback, origins=self._origins)
+                    except PacelineError as error:
+                        app = answers.answer(error, request)
                     await app(scope, receive, watched)
                 finally:
                     current.set_attribute(names.HTTP_ROUTE, _route(scope))
@@ -216,24 +215,6 @@ class HttpFront:
             labels = {"route": _route(scope), "status": str(status)}
             instruments.HTTP_REQUESTS.record(**labels)
             instruments.HTTP_DURATION.record(time.perf_counter() - started, **labels)
-
-    def _foreign(self, request: Request) -> JSONResponse | None:
-        """The refusal (NOT_ALLOWED) of a foreign Host on loopback, or of a foreign Origin outside
-        the given origins; None for any other request.
-        """
-        host, origin = request.headers.get("host", ""), request.headers.get("origin")
-        if self._loopback and not names_loopback(host):
-            message = "the Host header names another machine than this one"
-            seen, allowed = host, "localhost or a loopback address"
-        elif origin is None or "*" in self._origins or origin in self._origins:
-            return None
-        elif urlsplit(origin).netloc.lower() != host.lower():
-            message = "the page of another site sent this request"
-            seen, allowed = origin, f"the origin {host}, or none"
-        else:
-            return None
-        error = InvalidInput(message, reason="NOT_ALLOWED", seen=seen[:100], allowed=allowed)
-        return answers.answer(error, request)
 
 
 def _route(scope: Scope) -> str:
@@ -312,8 +293,7 @@ def build_app(gateway: Gateway, *, loopback: bool = True) -> ASGIApp:
     """The ASGI application. `loopback`: it listens on a loopback address. Pages from configured
     origins get answers to their preflight requests and may read the answers.
     """
-    kinds: tuple[type[Exception], ...] = (PacelineError, HTTPException, Exception)
-    app = Starlette(routes=all_routes(), exception_handlers=dict.fromkeys(kinds, _answer_error))
+    app = Starlette(routes=all_routes(), exception_handlers=error_handlers(answers.answer))
     app.state.gateway, app.state.past_responses = gateway, responses.PastResponses(gateway.names)
     origins = gateway.config.api.cors_origins
     front = HttpFront(app, loopback=loopback, origins=origins)
@@ -335,21 +315,3 @@ def all_routes() -> list[Route]:
         Route("/openapi.json", show_document),
         *(Route(one.path, one.handler, methods=[one.method]) for one in OPERATIONS),
     ]
-
-
-async def _answer_error(request: Request, error: Exception) -> Response:
-    """The answer to an error, to a path or method that is not served, or to an internal fault. The
-    traceback of a fault is logged, not sent.
-    """
-    if isinstance(error, PacelineError):
-        return answers.answer(error, request)
-    if not isinstance(error, HTTPException):
-        log.error("a request failed", path=request.url.path, exc_info=error)
-        return answers.answer(InternalError("the gateway failed; its log has the cause"), request)
-    kinds = {404: "no such path", 405: "the path does not take this method"}
-    text = kinds.get(error.status_code, error.detail)
-    problem = NotFound(text, seen=f"{request.method} {request.url.path}"[:200])
-    answer = answers.answer(problem, request)
-    answer.status_code = error.status_code
-    answer.headers.update(error.headers or {})
-    return answer

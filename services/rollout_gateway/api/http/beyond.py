@@ -14,22 +14,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from paceline.errors import InvalidInput
+from paceline.local.http_requests import SHOWN_CHARACTERS
+from paceline.local.http_requests import FieldError as FieldError
 
-SHOWN_CHARACTERS = 100
 NOTHING: tuple[Any, ...] = (None, "", [], {})
 """Values that request nothing."""
 _SCALARS = (str, int, float, type(None))
 """Types of most fields. They get a quick test first, since the test for a model is slow."""
-
-
-class FieldError(InvalidInput):
-    """A wrong field of the body."""
-
-    def __init__(self, field: str, message: str, **about: Any) -> None:
-        """`about`: seen, allowed, reason of the error."""
-        super().__init__(f"{field}: {message}", **about)
-        self.field = field
 
 
 @dataclass(frozen=True, slots=True)

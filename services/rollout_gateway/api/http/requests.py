@@ -4,16 +4,13 @@ A body is refused while it arrives if it could exceed the model's context. It is
 checking its values would delay other requests.
 """
 
-import asyncio
-import reprlib
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from pydantic import ValidationError
 from starlette.requests import Request
 
 from paceline.errors import InvalidInput, NotFound
-from paceline.services.rollout_gateway.api.http.beyond import SHOWN_CHARACTERS, FieldError
+from paceline.local.http_requests import SHOWN_CHARACTERS, api_key, field_errors, read_body
 from paceline.services.rollout_gateway.api.http.shapes import Shape
 from paceline.services.rollout_gateway.background import LargeRequests
 from paceline.services.rollout_gateway.gateway import Gateway
@@ -24,20 +21,6 @@ def gateway_of(request: Request) -> Gateway:
     """The gateway that serves a request."""
     gateway: Gateway = request.app.state.gateway
     return gateway
-
-
-def api_key(request: Request) -> str:
-    """The key of a request: OpenAI's bearer token, or Anthropic's x-api-key.
-
-    Raises InvalidInput (UNAUTHENTICATED) for two tokens.
-    """
-    if len(request.headers.getlist("authorization")) > 1:
-        message = "the request carries two tokens: a proxy has put its own beside the caller's"
-        seen = "two headers authorization"
-        allowed = "the caller's alone (SGLang's router: started without --api-key)"
-        raise InvalidInput(message, reason="UNAUTHENTICATED", seen=seen, allowed=allowed)
-    scheme, _, value = request.headers.get("authorization", "").partition(" ")
-    return value.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
 
 
 async def caller_of(request: Request) -> session.Caller:
@@ -89,13 +72,9 @@ MAX_OBJECTS, LEAST_VALUES = 8192, 32_768
 """Maximum objects in a body, and base of the maximum of other values. Two more values are allowed
 per token of the model's context.
 """
-BODY_DEADLINE_S = 30.0
-"""Maximum seconds until a body is complete."""
 OUTLINE_BYTES = 64 << 10
 """Bytes of a body that are outlined at a time; a body above this size counts as large."""
 B = TypeVar("B", bound=Shape)
-_SEEN = reprlib.Repr()
-_SEEN.maxstring = _SEEN.maxother = SHOWN_CHARACTERS
 
 
 class Outline:
@@ -162,31 +141,9 @@ def judged(kind: type[B], raw: bytes) -> tuple[B, tuple[str, ...]]:
     """Check a body; returns it with its harmless fields that are not served. Empty bytes mean no
     fields. Raises FieldError.
     """
-    try:
+    with field_errors():
         body = kind.model_validate_json(raw or b"{}")
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        given = first.get("input")
-        if isinstance(given, str | bytes):  # do not spell out megabytes
-            given = given[:SHOWN_CHARACTERS]
-        seen = _SEEN.repr(given)[:SHOWN_CHARACTERS]
-        raise FieldError(_spelled(first["loc"]), str(first["msg"]), seen=seen) from None
     return body, kind.undeclared.judge(body)
-
-
-def _spelled(loc: tuple[Any, ...]) -> str:
-    """The path of a field, as in messages[0].content. Leaves out a union's branch that pydantic
-    tried, and a wrong key.
-    """
-    text = ""
-    if loc[-1:] == ("[key]",):
-        loc = loc[:-2]
-    for part in loc:
-        if isinstance(part, int):
-            text += f"[{part}]"
-        elif part.isidentifier() and part not in ("str", "int", "float", "bool"):
-            text += f".{part}" if text else part
-    return text or "body"
 
 
 def _check_type(request: Request) -> None:
@@ -202,25 +159,16 @@ async def received(request: Request, longest: int, aside: LargeRequests) -> byte
     """The bytes of a body for a model with `longest` tokens of context. Raises InvalidInput when
     the body is too large or slow, ResourceExhausted when too many large bodies are in progress.
     """
-    most = most_bytes(longest)
-    outline, parts, size, held = Outline(longest), [], 0, 0
+    outline, held = Outline(longest), 0
+
+    def take(part: bytes, size: int) -> None:
+        nonlocal held
+        outline.add(part)
+        if size > OUTLINE_BYTES:
+            aside.hold(size - held)
+            held = size
+
     try:
-        async with asyncio.timeout(BODY_DEADLINE_S):
-            async for part in request.stream():
-                size += len(part)
-                if size > most:
-                    allowed = f"{most} bytes"
-                    message, seen = "the body is too large", f"over {allowed}"
-                    raise InvalidInput(message, reason="BODY_TOO_LARGE", seen=seen, allowed=allowed)
-                outline.add(part)
-                parts.append(part)
-                if size > OUTLINE_BYTES:
-                    aside.hold(size - held)
-                    held = size
-    except TimeoutError as error:
-        message, seen = "the body was not there in time", f"{size} bytes"
-        allowed = f"the whole of it in {BODY_DEADLINE_S:g} s"
-        raise InvalidInput(message, reason="BODY_TIMEOUT", seen=seen, allowed=allowed) from error
+        return await read_body(request, most_bytes(longest), take)
     finally:
         aside.free(held)
-    return b"".join(parts)

@@ -7,9 +7,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from paceline.errors import FailedPrecondition, InvalidInput, NotFound
+from paceline.local.http_requests import FieldError, api_key
 from paceline.services.rollout_gateway import environments, sessions
 from paceline.services.rollout_gateway.api.http import requests, shapes, streaming
-from paceline.services.rollout_gateway.api.http.beyond import FieldError
 from paceline.services.rollout_gateway.config import SessionsConfig
 from paceline.services.rollout_gateway.sessions import registry
 from paceline.services.rollout_gateway.sessions.session import Grant, Session
@@ -169,7 +169,7 @@ async def _find_session(request: Request, *states: str) -> Session | registry.En
     """
     known = requests.gateway_of(request).agents.sessions
     named = str(request.path_params["id"])
-    owner = known.owner(requests.api_key(request))
+    owner = known.owner(api_key(request))
     if owner is None:
         await requests.caller_of(request)
         if named == CURRENT:
