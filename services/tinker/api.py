@@ -11,8 +11,8 @@ from starlette.routing import Route
 
 from paceline import errors
 from paceline.addresses import is_loopback
-from paceline.local.http_requests import api_key, check_site, error_handlers, read_body, status_of
 from paceline.rpc import scope_of
+from paceline.rpc.http_requests import api_key, check_site, error_handlers, read_body, status_of
 from paceline.rpc.security import Scope
 from paceline.services.tinker import bodies
 from paceline.services.tinker.clients import TrainingClient

@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from paceline.errors import InvalidInput
-from paceline.local.http_requests import field_errors
+from paceline.rpc.http_requests import field_errors
 from paceline.v1 import policy_pb2, tinker_pb2
 
 NAME = r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}"

@@ -98,8 +98,8 @@ _LEVELS = 15
 
 
 def packed(weight: Tensor | QuantisedMatrix | PackedMatrix) -> PackedMatrix:
-    """A matrix [N, K] on the CPU; each number is rounded by at most half a step of its group, a
-    fifteenth of the group's range.
+    """A matrix [N, K] on the CPU; each number moves by about half a step of its group at most. A
+    step is a fifteenth of the group's range; bfloat16 rounds it and the zero point.
     """
     if isinstance(weight, PackedMatrix):
         return weight

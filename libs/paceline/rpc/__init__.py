@@ -1,4 +1,4 @@
-"""gRPC servers and channels for all services.
+"""gRPC servers and channels for all services, and checks of their HTTP requests.
 
 The package covers transport, security, errors and fencing, and no service.
 """

@@ -164,7 +164,7 @@ async def test_what_would_hold_everybody_up_is_refused_by_its_field(served: Any)
 async def test_a_body_that_does_not_end_in_time_is_refused(
     served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.local.http_requests.BODY_DEADLINE_S", 0.1)
+    monkeypatch.setattr("paceline.rpc.http_requests.BODY_DEADLINE_S", 0.1)
     async with still_well(served) as http:
         reader, writer = await asyncio.open_connection("127.0.0.1", http.base_url.port)
         writer.write(

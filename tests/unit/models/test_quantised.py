@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from random_models import FAMILIES, save_random
+from torch.nn import functional
 
 from paceline.errors import ConfigError, WeightsError
 from paceline.models.cache import StaticCache
@@ -30,7 +31,9 @@ from paceline.models.profiles import PROFILES, ROUNDED, Profile
 from paceline.models.quantised import (
     EXACT_COLUMNS,
     FUSED_ROWS,
+    GROUP,
     QuantisedMatrix,
+    packed,
     quantised,
 )
 
@@ -124,6 +127,19 @@ def test_the_product_is_that_of_the_numbers_stored(dtype: torch.dtype, rows: int
     assert (
         np.abs(matrix.product(x).double().numpy() - exact) <= relative * np.abs(exact) + summed
     ).all()
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(128, 64), (50, 48), (1, 7), (2_000, 576)])
+def test_a_matrix_in_four_bits_moves_by_half_a_step_of_its_group_and_bfloat16s_rounding(
+    rows: int, columns: int
+) -> None:
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(2))
+    served = packed(weight).product(torch.eye(columns)).t()
+    groups = functional.pad(weight, (0, -columns % GROUP)).unflatten(1, (-1, GROUP))
+    reach = groups.amax(2, keepdim=True) - groups.amin(2, keepdim=True)
+    most = (reach * (0.5 / 15 + 2**-7)).expand_as(groups).flatten(1)[:, :columns]
+    assert served.shape == weight.shape
+    assert ((served - weight).abs() <= most + weight.abs() * 2**-8).all()
 
 
 def test_rows_of_the_fused_product_do_not_depend_on_their_neighbours() -> None:

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from paceline import errors
-from paceline.local.http_requests import status_of
+from paceline.rpc.http_requests import status_of
 from paceline.services.rollout_gateway.api.http import requests, shapes
 from paceline.services.rollout_gateway.calls.call import Call, Piece, Plan
 from paceline.services.rollout_gateway.calls.planner import CHECKED_FIELDS, Asked

@@ -1,7 +1,7 @@
 """Makes the ASGI application: its operations, their OpenAPI document and the layer around requests.
 
 A page of another site could send a request without a preflight: its Host or Origin is foreign
-(`paceline.local.http_requests`), or its body is no JSON (see requests.py).
+(`paceline.rpc.http_requests`), or its body is no JSON (see requests.py).
 """
 
 import functools
@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline import telemetry
 from paceline.errors import PacelineError
-from paceline.local.http_requests import check_site, error_handlers
+from paceline.rpc.http_requests import check_site, error_handlers
 from paceline.services.rollout_gateway import metrics as instruments
 from paceline.services.rollout_gateway.api.http import (
     answers,

@@ -14,8 +14,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from paceline.local.http_requests import SHOWN_CHARACTERS
-from paceline.local.http_requests import FieldError as FieldError
+from paceline.rpc.http_requests import SHOWN_CHARACTERS
+from paceline.rpc.http_requests import FieldError as FieldError
 
 NOTHING: tuple[Any, ...] = (None, "", [], {})
 """Values that request nothing."""

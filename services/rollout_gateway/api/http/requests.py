@@ -10,7 +10,7 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from paceline.errors import InvalidInput, NotFound
-from paceline.local.http_requests import SHOWN_CHARACTERS, api_key, field_errors, read_body
+from paceline.rpc.http_requests import SHOWN_CHARACTERS, api_key, field_errors, read_body
 from paceline.services.rollout_gateway.api.http.shapes import Shape
 from paceline.services.rollout_gateway.background import LargeRequests
 from paceline.services.rollout_gateway.gateway import Gateway

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from paceline.errors import FailedPrecondition, InvalidInput, NotFound
-from paceline.local.http_requests import FieldError, api_key
+from paceline.rpc.http_requests import FieldError, api_key
 from paceline.services.rollout_gateway import environments, sessions
 from paceline.services.rollout_gateway.api.http import requests, shapes, streaming
 from paceline.services.rollout_gateway.config import SessionsConfig

@@ -6,7 +6,7 @@ import pytest
 from starlette.requests import Request
 
 from paceline import errors
-from paceline.local.http_requests import api_key, check_site, status_of
+from paceline.rpc.http_requests import api_key, check_site, status_of
 
 
 def request(**headers: str) -> Request:
