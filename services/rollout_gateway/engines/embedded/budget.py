@@ -11,6 +11,7 @@ seconds. c gives the forward's seconds by its number of tokens. F is the seconds
 other work. As p falls along a path, the chosen nodes of a row form a tree.
 """
 
+import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -34,6 +35,8 @@ COST_SHARE = 0.1
 """Weight of a new measurement of a forward; a measurement above 3 times the expected value counts
 as 3 times.
 """
+ACCEPTED_SHARE = 0.02
+"""Weight of a new row in the mean of a drafter's accepted drafts."""
 PROBE_EVERY = 64
 """Every so many rounds of an arm, all drafts are verified. Otherwise a draft that is never verified
 would keep its low estimate for ever.
@@ -139,6 +142,7 @@ class Budget:
         self.cost = ForwardCost()
         self._calibrations: defaultdict[str, Calibration] = defaultdict(Calibration)
         self._overheads: defaultdict[str, _Overhead] = defaultdict(_Overhead)
+        self._accepted: dict[str, float] = {}
 
     def floor(self, arm: str) -> float:
         """Probability below which the arm need not expand a node."""
@@ -148,9 +152,21 @@ class Budget:
     def forget(self, speculator: str) -> None:
         """Reset the calibration of a drafter with new weights; measured seconds are kept."""
         self._calibrations.pop(speculator, None)
+        self._accepted.pop(speculator, None)
         for arm, overhead in self._overheads.items():
             if speculator_of(arm) == speculator:
                 overhead.floor = 0.0
+
+    def mean_accepted(self, speculator: str) -> float:
+        """Recent mean of a drafter's accepted drafts in a row; infinite before its first drafts."""
+        return self._accepted.get(speculator, math.inf)
+
+    def expected(self, drafts: Drafts, speculator: str) -> list[float]:
+        """Expected number of accepted drafts of each row's chain."""
+        counts = [0.0] * len(drafts.tokens)
+        for negative, row, _ in self._nodes(drafts, self._calibrations[speculator]):
+            counts[row] -= negative
+        return counts
 
     def prune(self, drafts: Drafts, speculator: str, arm: str) -> Drafts:
         """Moves the drafts worth verifying to the front of each row and drops the rest. All drafts
@@ -204,6 +220,9 @@ class Budget:
         """Record the outcome of drafts: drawn nodes per row, 0 for its root, i + 1 for draft i."""
         calibration = self._calibrations[speculator]
         for (tokens, scores, parents), drawn in became:
+            accepted = len(drawn) - 1.0
+            before = self._accepted.setdefault(speculator, accepted)
+            self._accepted[speculator] = before + ACCEPTED_SHARE * (accepted - before)
             score_of = [1.0, *scores]
             for index, (token, above) in enumerate(zip(tokens, parents, strict=True)):
                 if token >= 0 and above in drawn:

@@ -104,7 +104,7 @@ class Decoder:
             speculation.learn_drafts(parts, verdict)
         stopwatch.lap("keep")
         if teaches:
-            speculation.learn_costs(plan, taken, len(one.hidden), stopwatch)
+            speculation.learn_costs(plan, parts, taken, len(one.hidden), stopwatch)
         self._rounds += 1
         self._nodes += len(one.hidden)
 

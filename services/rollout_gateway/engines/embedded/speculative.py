@@ -24,6 +24,11 @@ from paceline.speculators.base import DraftBatch, Drafts, DraftShape, Speculator
 from paceline.speculators.shift import shift_over
 from paceline.trajectory import Target
 
+LOOKUP = "ngram"
+"""Speculator of drafts that cost nearly nothing. It drafts in the rounds of other arms too, for rows
+that repeat earlier text.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
@@ -47,6 +52,7 @@ class DraftPart:
     arm: ArmName
     speculator: Speculator
     batch: DraftBatch
+    forced: bool = False  # the arm is forced for at least one row
     drafts: Drafts | None = None
     sampler: verify.ChainSampler | None = None  # draws the drafts, with verification="rejection"
 
@@ -62,6 +68,7 @@ class Speculation:
         self.arms = arms
         self.drafters = drafters
         self._barred: Set[str] = frozenset()
+        self._lookup = next((arm for arm in arms.values() if arm.speculator == LOOKUP), None)
         self.bandit = build_bandit(spec.bandit, tuple(arms), spec.seed)
         self.rejection = spec.verification == "rejection"
         # Omitting drafts after they are drawn would bias the emitted tokens.
@@ -135,7 +142,8 @@ class Speculation:
                 )
                 speculator = self.drafters.live[arm.speculator]
                 speculator.catch_up(batch)
-                parts.append(DraftPart(members, arm, speculator, batch))
+                forced = self.forced or any(rows[row].request.forced_arm for row in members)
+                parts.append(DraftPart(members, arm, speculator, batch, bool(forced)))
         return parts
 
     def draft(
@@ -148,7 +156,8 @@ class Speculation:
         if self.rejection:
             parts = [_sampling(part, params, last.device) for part in parts]
         else:
-            parts = [_with_noise(part, params, last.device) for part in parts]
+            divided = [one for part in parts for one in self._divide(part)]
+            parts = [_with_noise(part, params, last.device) for part in divided]
         drafted = [replace(part, drafts=self._propose(part)) for part in parts]
         drafts = verify.merge_drafts(
             len(last), [(part.members, part.drafts) for part in drafted if part.drafts is not None]
@@ -175,9 +184,29 @@ class Speculation:
                 probs[part.members, : tokens.shape[1]] = certain * (tokens >= 0)[:, :, None]
         return probs
 
+    def _divide(self, part: DraftPart) -> list[DraftPart]:
+        """Splits off the rows for which n-grams promise at least as many accepted drafts as the
+        arm's drafter had on average. Rows of a forced arm stay.
+        """
+        arm, budget, drafter = self._lookup, self.budget, part.arm.speculator
+        if arm is None or budget is None or part.forced or drafter == LOOKUP:
+            return [part]
+        lookup = self.drafters.live[LOOKUP]
+        found = lookup.propose(part.batch, DraftShape(part.arm.shape.steps))
+        least, promised = budget.mean_accepted(drafter), budget.expected(found, LOOKUP)
+        better = [place for place, count in enumerate(promised) if count >= least]
+        if not better or arm.name not in self.served:
+            return [part]
+        others = [place for place, count in enumerate(promised) if count < least]
+        drafts = Drafts(found.tokens[better], found.scores[better])
+        looked_up = replace(_places(part, better), arm=arm, speculator=lookup, drafts=drafts)
+        return [looked_up, *([_places(part, others)] if others else [])]
+
     def _propose(self, part: DraftPart) -> Drafts:
         arm, budget = part.arm, self.budget
         shape = DraftShape(arm.shape.steps, arm.shape.topk, arm.drafted)
+        if budget is not None and part.drafts is not None:
+            return budget.prune(part.drafts, arm.speculator, arm.name)
         if budget is None:
             return part.speculator.propose(part.batch, shape)
         proposed = part.speculator.propose(part.batch, replace(shape, floor=budget.floor(arm.name)))
@@ -196,11 +225,16 @@ class Speculation:
                 )
 
     def learn_costs(
-        self, plan: RoundPlan, taken: Sequence[int], nodes: int, stopwatch: timing.Stopwatch
+        self,
+        plan: RoundPlan,
+        parts: Sequence[DraftPart],
+        taken: Sequence[int],
+        nodes: int,
+        stopwatch: timing.Stopwatch,
     ) -> None:
         """Record a round: tokens per row and total seconds for the bandit. The budget gets the
-        seconds of the forward over `nodes` tokens with its draws, and the seconds of all other
-        work.
+        seconds of the forward over `nodes` tokens with its draws, and, for each drafting arm, the
+        seconds of all other work.
 
         A round with several arms teaches nothing about any arm.
         """
@@ -212,7 +246,8 @@ class Speculation:
         if self.budget is not None:
             self.budget.cost.learn(nodes, laps["forward"] + laps["sample"])
             if plan.single:
-                self.budget.spend(plan.single, laps["draft"] + laps["keep"])
+                for arm in {plan.single, *(part.arm.name for part in parts)}:
+                    self.budget.spend(arm, laps["draft"] + laps["keep"])
 
     def serve_drafter(self, version: DrafterVersion, over: int) -> None:
         """Draft with a new version in place of `over` from the next round on. The arms of its kind
@@ -248,6 +283,18 @@ def draft_batch(
         policy_version=version,
         kv=store.kv,
     )
+
+
+def _places(part: DraftPart, places: Sequence[int]) -> DraftPart:
+    """The part without other rows than those at these places among its members."""
+    batch = part.batch
+    batch = replace(
+        batch,
+        slots=[batch.slots[place] for place in places],
+        lengths=[batch.lengths[place] for place in places],
+        prompts=[batch.prompts[place] for place in places],
+    )
+    return replace(part, members=[part.members[place] for place in places], batch=batch)
 
 
 def _with_noise(part: DraftPart, params: sampling.DrawParams, device: torch.device) -> DraftPart:

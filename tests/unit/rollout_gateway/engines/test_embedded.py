@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 
 from paceline.errors import ConfigError, InvalidInput, MissingCapability, WeightsError
 from paceline.models.config import read_config
+from paceline.services.rollout_gateway.bandits.base import ArmChoice
+from paceline.services.rollout_gateway.bandits.kinds import EpsilonGreedy
 from paceline.services.rollout_gateway.engines.base import Engine
 from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
@@ -185,6 +187,31 @@ def test_rounds_of_a_drafter_with_weights_are_counted_apart(
     assert counted == ((stats.drafted_rounds, stats.drafted_round_tokens) if trained else (0, 0))
     assert stats.arm_drafted_rounds == {arm: stats.drafted_rounds}
     assert stats.arm_round_tokens == {arm: stats.drafted_round_tokens}
+
+
+def test_n_grams_draft_for_rows_that_repeat_text_while_the_bandit_plays_another_arm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_random(tmp_path, "llama", sharpness=6.0)
+    monkeypatch.setattr(
+        EpsilonGreedy, "choose", lambda *_: ArmChoice("eagle:3_1_4", explored=False)
+    )
+    batch = requests(8)
+    engine = build(tmp_path, arms=("eagle:3_1_4", "ngram:4_1_5"))
+    first, _ = generate(engine, batch)
+    before = engine.load.speculation
+    assert generate(engine, batch)[0] == first
+    after = engine.load.speculation
+    drafted, rounds = (
+        after.arm_drafted_rounds["ngram:4_1_5"] - before.arm_drafted_rounds.get("ngram:4_1_5", 0),
+        after.drafted_rounds - before.drafted_rounds,
+    )
+    assert drafted > rounds / 2
+    assert after.accepted_tokens > 2 * before.accepted_tokens
+    engine.force_arm("eagle:3_1_4")
+    assert generate(engine, batch)[0] == first
+    forced = engine.load.speculation.arm_drafted_rounds["ngram:4_1_5"]
+    assert forced == after.arm_drafted_rounds["ngram:4_1_5"]
 
 
 @pytest.mark.parametrize("inner", [(), (1, 2)])
