@@ -1,7 +1,8 @@
 """Compares whole demo runs: no speculation, n-grams, a frozen drafter, and co-trained drafters.
 
-The workload is the demo's small model, or the pretrained model of examples/real, whose tasks need
-reasoning-gym (`python examples/real/fetch_model.py --tasks` prints its directory for PYTHONPATH).
+The workload is the demo's small model, or the pretrained model of examples/real with short or long
+answers, whose tasks need reasoning-gym (`python examples/real/fetch_model.py --tasks` prints its
+directory for PYTHONPATH).
 
 Each run is `paceline demo` in its own process; the runs of a seed take turns of one step each, as
 many at once as memory holds. The bench keeps finished runs, so an interrupted bench continues where
@@ -13,7 +14,8 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from benchmarks import start_drafters
@@ -55,21 +57,22 @@ ARMS: Mapping[str, Sequence[str]] = {
 """Settings of each arm on the demo. The arms "dflash" and "cotrained" are both co-trained, from
 start drafters with equally long training.
 """
+_EVERY_KIND = (
+    'gateway.speculation.arms=["off","eagle:2_1_3","self:2_1_3","self:4_1_5","ngram:4_1_5"]',
+    "coordinator.evaluation.probe_arm=eagle:2_1_3",
+)
 REAL_ARMS: Mapping[str, Sequence[str]] = {
     "none": (),
-    OURS: (),
+    OURS: _EVERY_KIND,
     "ngram": _NGRAMS,
     "self": (
         "gateway.drafter=self",
-        'gateway.speculation.arms=["off","self:3_1_4"]',
-        "coordinator.evaluation.probe_arm=self:3_1_4",
+        'gateway.speculation.arms=["off","self:2_1_3","self:4_1_5","ngram:4_1_5"]',
+        "coordinator.evaluation.probe_arm=self:2_1_3",
     ),
-    "frozen": (),
-    "continued": (),
+    "frozen": _EVERY_KIND,
 }
-"""Settings of each arm on the pretrained model. "cotrained" is its file's settings, with a fresh
-drafter; "continued" is co-trained from the drafter of "frozen".
-"""
+"""Settings of each arm on the pretrained model. "cotrained" starts from the drafter of "frozen"."""
 RISE_GOAL, ACCEPT_GOAL, WAIT_GOAL = 0.25, 3.3, 0.02
 NGRAMS_AT_MOST, FROZEN_FALLS = 2.5, 0.25
 HINDSIGHT_GOAL = 0.97
@@ -89,7 +92,7 @@ class RunWorkload:
     step_goal: float  # RL steps/s of OURS over "none"
 
 
-WORKLOADS = {
+WORKLOADS: dict[str, RunWorkload] = {
     "demo": RunWorkload(
         file=None,
         arms=ARMS,
@@ -109,6 +112,7 @@ WORKLOADS = {
         step_goal=1.15,
     ),
 }
+WORKLOADS["reasoning"] = replace(WORKLOADS["real"], file=start_drafters.REASONING)
 DEMO = WORKLOADS["demo"]
 
 
@@ -129,7 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="one seed, 30 steps")
     parser.add_argument(
-        "--out", type=Path, help="folder of the runs; default: runs/bench-e2e or runs/bench-real"
+        "--out", type=Path, help="folder of the runs; default: runs/bench-e2e-WORKLOAD"
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="settings of all runs"
@@ -142,7 +146,7 @@ async def run(options: argparse.Namespace) -> BenchResult:
     Raises InvalidInput for an unknown arm.
     """
     workload = WORKLOADS[options.workload]
-    options.out = options.out or Path("runs/bench-real" if workload.file else "runs/bench-e2e")
+    options.out = options.out or Path(f"runs/bench-e2e-{options.workload}")
     seeds, steps = (1, 30) if options.quick else (options.seeds, options.steps)
     wanted = chosen_arms(options.arms or workload.default_arms, workload)
     at_once = options.at_once or workload.at_once
@@ -324,14 +328,18 @@ def _row(one: DemoRun, first: DemoRun | None) -> Row:
 
 def _plan(options: argparse.Namespace, seed: int, arm: str, steps: int) -> DemoPlan:
     out, workload = options.out.absolute(), WORKLOADS[options.workload]
-    made = start_drafters.real_drafter if workload.file else start_drafters.demo_drafter
+    made = (
+        partial(start_drafters.real_drafter, workload.file)
+        if workload.file
+        else start_drafters.demo_drafter
+    )
     of_frozen = steps * (options.frozen_steps or workload.frozen_steps)
 
     async def frozen() -> tuple[str, ...]:
         """Flags for a drafter with more training than a co-trained drafter gets."""
         return ("--frozen-drafter", str(await made(options, out, of_frozen)))
 
-    async def continued() -> tuple[str, ...]:
+    async def from_frozen() -> tuple[str, ...]:
         """Settings for co-training from the drafter of "frozen"."""
         return _co_trained(await made(options, out, of_frozen))
 
@@ -344,7 +352,7 @@ def _plan(options: argparse.Namespace, seed: int, arm: str, steps: int) -> DemoP
         "ngram": WITHOUT,
         "self": WITHOUT,
         "frozen": frozen,
-        "continued": continued,
+        OURS: from_frozen if workload.file else NO_WORDS,
         "dflash": block_parallel,
     }
     settings = [*workload.arms[arm], *options.overrides]

@@ -12,7 +12,9 @@ from benchmarks import demo_runs
 from paceline.cli.run_files import merged
 
 REAL = Path(__file__).parents[1] / "examples/real/real.toml"
-"""Settings of the run on the pretrained model."""
+"""Settings of the run on the pretrained model, with answers of up to 24 tokens."""
+REASONING = Path(__file__).parent / "workloads/reasoning/workload.toml"
+"""The same model and tasks, with answers of up to 256 tokens."""
 START_STEPS, BATCH_TOKENS = 2_000, 256
 """Optimiser steps of the demo's start drafter, and tokens of each step; see its make_drafter.py.
 The steps of a co-trained drafter have the same size.
@@ -38,19 +40,23 @@ async def dflash_drafter(out: Path) -> Path:
     )
 
 
-def _real_settings(options: argparse.Namespace, folder: Path) -> tuple[str, Mapping[str, Any]]:
+def _real_settings(
+    file: Path, options: argparse.Namespace, folder: Path
+) -> tuple[str, Mapping[str, Any]]:
     """The pretrained model's directory and the coordinator's settings; makes the folder."""
-    tree = merged([REAL], options.overrides)
+    tree = merged([file], options.overrides)
     folder.mkdir(parents=True, exist_ok=True)
     return str(Path(tree["gateway"]["model"]).expanduser()), tree["coordinator"]
 
 
-async def real_drafter(options: argparse.Namespace, out: Path, steps: int) -> Path:
-    """Trains a drafter on answers of the pretrained model, once for all seeds; returns its path."""
+async def real_drafter(file: Path, options: argparse.Namespace, out: Path, steps: int) -> Path:
+    """Trains a drafter on the pretrained model's answers to the tasks of a settings file, once for
+    all seeds; returns its path.
+    """
     done = out / f"drafter-{steps}"
     if not done.is_dir():
         folder = done.with_suffix(".part")
-        directory, coordinator = _real_settings(options, folder)
+        directory, coordinator = _real_settings(file, options, folder)
         model = ("--model", directory)
         answers = await _real_answers(folder, model, coordinator)
         tokens = str(REAL_BATCH_TOKENS)
