@@ -45,7 +45,7 @@ return ids
 _NAME = "BRANCH"
 _APPEND_MANY = f"""
 local function append(KEYS, ARGV)
-{scripts.ADD}{scripts.APPEND_FINAL}
+{scripts.script("add", "append_final")}
 end
 -- ARGV: number of branches, their names, then the arguments of an append with a name to replace.
 local count, first = tonumber(ARGV[1]), tonumber(ARGV[1]) + 2

@@ -18,6 +18,7 @@ from benchmarks.gateway.backends import ScriptPace, engine_settings, write_model
 from benchmarks.gateway.tasks import RUN_ID, TasksPlan, rollout_stub, samples_a_second
 from benchmarks.launching import LOCAL, RAY
 from benchmarks.result import Row, paired_ratio, say
+from examples.scripted_engine.engine import SCRIPTED_PATH
 from paceline.config import ServiceConfig
 from paceline.config.load import load_config
 from paceline.local.patience import patient
@@ -49,8 +50,8 @@ class _Run:
             "addresses.gateway": f"127.0.0.1:{port}",
             "addresses.http": f"127.0.0.1:{free_port()}",
             "gateway.model": str(model),
-            "gateway.engine.kind": "scripted",
-            "gateway.engine.script": str(script),
+            "gateway.engine.kind": SCRIPTED_PATH,
+            "gateway.engine.options.file": str(script),
             "gateway.engine.workers": 1,
             "gateway.engine.max_batch": plan.tasks * plan.samples,
         }

@@ -32,6 +32,8 @@ from starlette.types import Receive, Scope, Send
 
 from benchmarks.demo_runs import demo_folder
 from benchmarks.gateway.load import STREAM_DEADLINE_S, Order, percentile_ms
+from examples.scripted_engine.engine import SCRIPTED_PATH
+from examples.scripted_engine.script import next_beat
 from paceline.errors import DeadlineExceeded, InternalError
 from paceline.local.forking import Forker
 from paceline.local.patience import patient
@@ -39,7 +41,6 @@ from paceline.services.rollout_gateway.chat.text import TextCodec
 from paceline.services.rollout_gateway.engines import find_engine
 from paceline.services.rollout_gateway.engines.worker import WorkerSpec
 from paceline.services.rollout_gateway.engines.worker.ring import RowArray
-from paceline.services.rollout_gateway.testing.script import next_beat
 from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -234,9 +235,9 @@ async def direct_worker(
     folder: Path, model: Path, settings: Mapping[str, Any]
 ) -> AsyncIterator[DirectWorker]:
     """Runs a separate worker with the same script as the gateway's."""
-    engine = {**settings, "tokenizer": str(model / "tokenizer.json")}
+    engine = {**settings, "model_dir": str(model)}
     found: list[DirectWorker] = []
-    spec = WorkerSpec(worker_index=0, kind="scripted", engine=engine)
+    spec = WorkerSpec(worker_index=0, kind=SCRIPTED_PATH, engine=engine)
     forker = Forker(find_engine(spec.kind).forked, None)
     context: zmq.Context[Any] = zmq.Context()
     process = WorkerProcess(

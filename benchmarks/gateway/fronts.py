@@ -17,6 +17,7 @@ import httpx
 
 from benchmarks.gateway.backends import MAX_BATCH, MODEL
 from benchmarks.result import say
+from examples.scripted_engine.engine import SCRIPTED_PATH
 from paceline.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -71,8 +72,8 @@ async def gateway(
     """Runs our gateway with one scripted engine worker; `settings` are as on the command line."""
     own = {
         "model": str(model),
-        "engine.kind": "scripted",
-        "engine.script": str(script),
+        "engine.kind": SCRIPTED_PATH,
+        "engine.options.file": str(script),
         "engine.workers": 1,
         "engine.max_batch": MAX_BATCH,
         "run.dir": str(folder),

@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks.gateway.fronts import gateway_with
 from benchmarks.result import Row, say
+from examples.scripted_engine.engine import SCRIPTED_PATH
 from paceline.config import SecurityConfig
 from paceline.errors import InternalError
 from paceline.local.patience import patient
@@ -44,8 +45,8 @@ async def _gateway(plan: TasksPlan, folder: Path, model: Path, script: Path) -> 
     port, name = free_port(), "gateway-of-tasks"
     own = {
         "model": str(model),
-        "engine.kind": "scripted",
-        "engine.script": str(script),
+        "engine.kind": SCRIPTED_PATH,
+        "engine.options.file": str(script),
         "engine.workers": 2,
         "engine.max_batch": plan.tasks * plan.samples,
         "run.dir": str(folder / name),

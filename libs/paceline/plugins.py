@@ -1,6 +1,7 @@
 """Finds a variant by its name in a table, or a user's own object by its import path.
 
-An import path is `package.module:Name` or `path/to/file.py:Name`.
+An import path is `package.module:Name` or `path/to/file.py:Name`. A file may import its siblings by
+relative imports.
 """
 
 import importlib.util
@@ -75,7 +76,8 @@ def _module_of(path: Path) -> ModuleType:
     name = f"{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
+    siblings = [str(path.parent)]
+    spec = importlib.util.spec_from_file_location(name, path, submodule_search_locations=siblings)
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)

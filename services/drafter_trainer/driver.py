@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from paceline import errors, telemetry
-from paceline.local.patience import patient
+from paceline.local.patience import deadline, patient
 from paceline.ranks import group, messages, watched
 from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
@@ -170,13 +170,8 @@ class DrafterDriver:
             self.watched.send(m.Join(epoch, list(lease.slots)))
         elif number not in lease.joins:
             return m.SlotsJoined(epoch, number, min(number, self._ranks))
-        try:
-            async with asyncio.timeout(deadline_s):
-                await asyncio.wait({lease.joins[number]})
-        except TimeoutError as error:
-            raise errors.DeadlineExceeded(
-                "the ranks do not join", seen=f"{deadline_s} s"
-            ) from error
+        async with deadline(deadline_s, "the ranks do not join"):
+            await asyncio.wait({lease.joins[number]})
         if lease.joins[number].cancelled():
             raise over
         return lease.joins[number].result()

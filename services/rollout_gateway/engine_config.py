@@ -13,14 +13,10 @@ class EngineConfig(ModelSettings):
     """The engine and its worker processes."""
 
     kind: str = "embedded"
-    """Engine: embedded, sglang, scripted (answers from a file, for tests), or your own EngineKind
-    as package.module:KIND.
-    """
+    """Engine: embedded, sglang, or your own EngineKind as package.module:KIND."""
     workers: int = Field(default=0, ge=0)
     """Number of worker processes; 0: one per core, in a run with a large model one for all cores.
     """
-    script: str = ""
-    """JSON file of the scripted engine."""
     options: dict[str, Any] = Field(default={})
     """Settings of your own engine."""
     ready_deadline_s: float = Field(default=180, gt=0)

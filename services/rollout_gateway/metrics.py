@@ -63,7 +63,7 @@ ROUND_TIME = Counter(
     "s",
     ("engine", "stage"),
     "time by stage: prefill, draft, forward, sample (draws and verification) or keep (caching of "
-    "accepted tokens). SGLang reports none; the scripted engine only forward",
+    "accepted tokens). SGLang reports none",
 )
 SEQUENCE_ROUNDS = Counter(
     "paceline.engine.sequence_rounds", "{round}", DRAFTS, "rounds; drafts: none, untrained, trained"

@@ -16,6 +16,7 @@ from paceline.services.rollout_gateway.api.http import requests, streaming
 from paceline.services.rollout_gateway.api.http.app import build_app
 from paceline.services.rollout_gateway.background import cancel
 from paceline.services.rollout_gateway.config import GatewayConfig
+from paceline.services.rollout_gateway.engines import find_engine
 from paceline.services.rollout_gateway.gateway import Gateway
 from paceline.services.rollout_gateway.workers.placement import Seat
 from paceline.telemetry import get_logger
@@ -141,9 +142,10 @@ def _forward(config: GatewayConfig, spool: Spool) -> Forward | None:
 async def _compare_reading(config: GatewayConfig) -> None:
     """Compare the reading of the model with transformers', while the engine starts.
 
-    Raises ConfigError if text would be misread. Does nothing for the scripted engine.
+    Raises ConfigError if text would be misread. Does nothing for an engine that does not ask for
+    it.
     """
-    if config.engine.kind == "scripted":
+    if not find_engine(config.engine.kind).compares_text:
         return
     tokenizer = Path(config.tokenizer) if config.tokenizer else None
     for line in await asyncio.to_thread(checks.check_reading, config.model_dir, tokenizer):

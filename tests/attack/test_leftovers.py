@@ -15,6 +15,7 @@ import psutil
 import pytest
 from integration.gateway.conftest import sums, tiny_model
 
+from examples.scripted_engine.engine import SCRIPTED_PATH
 from paceline.local.patience import patient
 
 SOCKETS = 2
@@ -61,7 +62,7 @@ def start(tmp_path: Path, temporary: Path, redis_url: str) -> Iterator[Start]:
             "model": str(model),
             "trajectories": True,
             "redis": {"durable_url": redis_url, "features_url": redis_url},
-            "engine": {"kind": "scripted", "workers": 2, "script": str(script)},
+            "engine": {"kind": SCRIPTED_PATH, "workers": 2, "options": {"file": str(script)}},
             "rewards": {"sandbox": {"wall_s": 100, "isolation": "limits"}},
             "spool_dir": "",
         }

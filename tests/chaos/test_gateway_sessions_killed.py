@@ -18,6 +18,7 @@ import pytest
 from integration.gateway.http_agent import SLOW, Agent, user
 from watched_stream import ledger_record
 
+from examples.scripted_engine.engine import SCRIPTED_PATH
 from paceline.config import SecurityConfig
 from paceline.local.patience import patient
 from paceline.local.ports import free_ports
@@ -51,9 +52,9 @@ class Gateway:
             "addresses.http": f"127.0.0.1:{http_port}",
             "model": model(directory),
             "trajectories": "true",
-            "engine.kind": "scripted",
+            "engine.kind": SCRIPTED_PATH,
             "engine.workers": 1,
-            "engine.script": directory / "script.json",
+            "engine.options.file": directory / "script.json",
         }
         self._words = [f"{key}={value}" for key, value in keys.items()]
         self._process: asyncio.subprocess.Process | None = None

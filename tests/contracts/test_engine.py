@@ -17,6 +17,8 @@ import torch
 from random_models import save_random
 from remote_engine import RemoteEngine, WorkerClient
 
+from examples.scripted_engine.engine import build_scripted
+from examples.scripted_engine.script import ScriptedSpec
 from paceline.errors import FailedPrecondition, InvalidInput, MissingCapability, WeightsError
 from paceline.services.rollout_gateway.engines.base import Engine
 from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
@@ -32,8 +34,6 @@ from paceline.services.rollout_gateway.engines.nouns import (
 from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec
 from paceline.services.rollout_gateway.engines.worker.ring import RowRing
-from paceline.services.rollout_gateway.testing.engine import build_scripted
-from paceline.services.rollout_gateway.testing.script import ScriptedSpec
 from paceline.trajectory import Target, VersionSet, VersionSpan
 from paceline.v1 import engine_pb2 as pb
 
@@ -154,7 +154,10 @@ def case(request: pytest.FixtureRequest, model_dir: Path, new_weights: Path) -> 
         return
     if request.param == "scripted":
         spec = ScriptedSpec(
-            tokenizer=str(TOKENIZER), response_tokens=(30, 60), max_sequence_tokens=128, max_batch=4
+            model_dir=str(TOKENIZER.parent),
+            response_tokens=(30, 60),
+            max_sequence_tokens=128,
+            max_batch=4,
         )
         yield Case(
             lambda sink: build_scripted(spec, sink), new_weights, 2 * spec.hidden_size, reuses=False

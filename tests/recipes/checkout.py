@@ -37,11 +37,11 @@ def places(changes: Sequence[Change]) -> int:
 
 
 class Checkout:
-    """The copy: links to libs and services, with the changed files replaced."""
+    """The copy: links to the code, with the changed files replaced."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        for folder in ("libs", "services"):
+        for folder in ("libs", "services", "examples/scripted_engine"):
             shutil.copytree(
                 ROOT / folder,
                 root / folder,

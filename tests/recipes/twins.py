@@ -66,8 +66,8 @@ class Signature(RewardRule):
 
 ENGINE = """
 from paceline.services.rollout_gateway.engines import EngineKind
-from paceline.services.rollout_gateway.testing.engine import build_scripted
-from paceline.services.rollout_gateway.testing.script import ScriptedSpec
+from examples.scripted_engine.engine import build_scripted
+from examples.scripted_engine.script import ScriptedSpec
 
 
 class TwinSpec(ScriptedSpec):

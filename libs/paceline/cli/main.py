@@ -66,9 +66,7 @@ def serve(
     overrides: command.Overrides = None,
     config: command.ConfigFiles = None,
     model: Annotated[str | None, typer.Option(help=command.MODEL)] = None,
-    engine: Annotated[
-        str | None, typer.Option(help="gateway: embedded | sglang | scripted")
-    ] = None,
+    engine: Annotated[str | None, typer.Option(help="gateway: embedded | sglang")] = None,
     drafter: Annotated[str | None, typer.Option(help=f"gateway: {DRAFTERS}")] = None,
     http_port: Annotated[
         int | None, typer.Option(help="gateway, tinker: port of the HTTP API")

@@ -200,11 +200,8 @@ def forkserver_launch(modules: Sequence[str]) -> launch.Launch:
     path: str = listening.getsockname()
 
     async def healthy(deadline_s: float) -> None:
-        try:
-            async with asyncio.timeout(deadline_s):
-                await _imported(path)
-        except TimeoutError as error:
-            raise DeadlineExceeded("a forkserver imports", seen=f"{deadline_s:.1f} s") from error
+        async with patience.deadline(deadline_s, "a forkserver imports"):
+            await _imported(path)
 
     return launch.Launch(
         "forkserver",

@@ -12,12 +12,13 @@ the deadline too. Every progress report resets the count.
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import psutil
 
-from paceline.errors import ConfigError, DeadlineExceeded
+from paceline.errors import ConfigError, DeadlineExceeded, PacelineError
 
 VARIABLE = "PACELINE_PATIENCE"
 T = TypeVar("T")
@@ -47,12 +48,26 @@ def patient(seconds: float) -> float:
 
 async def within(seconds: float, awaited: Awaitable[T], what: str) -> T:
     """Awaits a result. Raises DeadlineExceeded with `what` after `patient(seconds)`."""
-    limit_s = patient(seconds)
+    waiting = asyncio.ensure_future(awaited)
+    async with deadline(patient(seconds), what):
+        await waiting
+    return waiting.result()
+
+
+@asynccontextmanager
+async def deadline(
+    seconds: float, what: str, kind: type[PacelineError] = DeadlineExceeded
+) -> AsyncIterator[None]:
+    """Raises `kind` with `what` when the block takes longer. A TimeoutError of the block itself
+    passes.
+    """
     try:
-        async with asyncio.timeout(limit_s):
-            return await awaited
+        async with asyncio.timeout(seconds) as limit:
+            yield
     except TimeoutError as error:
-        raise DeadlineExceeded(what, seen=f"{limit_s:.0f} s") from error
+        if not limit.expired():
+            raise
+        raise kind(what, seen=f"{seconds:g} s") from error
 
 
 async def cancel(*tasks: asyncio.Future[Any] | None) -> None:

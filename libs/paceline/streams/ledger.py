@@ -51,11 +51,11 @@ class Ledger:
         self._undecided, self._fates, self._totals, self._steps = (
             f"{self._ledger}:{name}" for name in ("undecided", "fates", "totals", "steps")
         )
-        self._append_final = client.register_script(scripts.ADD + scripts.APPEND_FINAL)
-        self._note = client.register_script(scripts.NOTE + scripts.RECORD_UNPUBLISHED)
-        self._mark = client.register_script(scripts.MARK)
-        self._compact = client.register_script(scripts.COMPACT)
-        self._count = client.register_script(scripts.COUNT)
+        self._append_final = client.register_script(scripts.script("add", "append_final"))
+        self._note = client.register_script(scripts.script("note", "record_unpublished"))
+        self._mark = client.register_script(scripts.script("mark"))
+        self._compact = client.register_script(scripts.script("compact"))
+        self._count = client.register_script(scripts.script("count"))
 
     async def append_final(
         self, trajectory: Trajectory, fields: Mapping[str, str], payload: bytes

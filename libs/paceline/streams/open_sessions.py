@@ -74,7 +74,7 @@ class OpenSessions:
         )
         self._ledger = connection.run_key(run_id, "ledger")
         self._take: Any = (
-            None if client is None else client.register_script(scripts.NOTE + scripts.TAKE_LOST)
+            None if client is None else client.register_script(scripts.script("note", "take_lost"))
         )
         self._waiting: dict[str, str | None] = {}  # session -> value to set; None: to remove
         self._written: set[str] = set()  # sessions that are or may be in Redis
@@ -165,7 +165,7 @@ class OpenSessions:
         return json.loads(value.split(b"\n", 2)[2]) if value else None
 
     def _value(self, session_id: str, record: Mapping[str, Any]) -> str:
-        """Four lines, see scripts.TAKE_LOST; the JSON written here has no line breaks."""
+        """Four lines, see lua/take_lost.lua; the JSON written here has no line breaks."""
         kept = {**record, "session_id": session_id, "opened_at_s": time.time()}
         note = {name: record[name] for name in ledger.NOTED if name in record}
         note |= {"key": str(BranchKey(self._run_id, session_id, "0")), "reward": None, "tokens": 0}

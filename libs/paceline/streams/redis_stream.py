@@ -69,9 +69,9 @@ class RedisStream:
         self._outage_s = connection.OUTAGE_S if outage_s is None else outage_s
         self._sizes = f"{key}:sizes"
         self._dead = f"{key}:dead"
-        self._append = client.register_script(scripts.ADD + scripts.APPEND)
-        self._ack = client.register_script(scripts.REMOVE + scripts.ACK)
-        self._bury = client.register_script(scripts.ADD + scripts.REMOVE + scripts.DEAD_LETTER)
+        self._append = client.register_script(scripts.script("add", "append"))
+        self._ack = client.register_script(scripts.script("remove", "ack"))
+        self._bury = client.register_script(scripts.script("add", "remove", "dead_letter"))
         self._held: dict[tuple[str, str], set[str]] = {}
         self._doubtful: set[tuple[str, str]] = set()
 

@@ -84,8 +84,8 @@ class Journal:
     def __init__(self, client: Redis, run_id: str) -> None:
         self._client = client
         self._run_id = run_id
-        self._append = client.register_script(scripts.JOURNAL)
-        self._save = client.register_script(scripts.SNAPSHOT)
+        self._append = client.register_script(scripts.script("journal"))
+        self._save = client.register_script(scripts.script("snapshot"))
         self._key = run_key(run_id, journal.JOURNAL)
         self._archive = run_key(run_id, journal.ARCHIVE)
         self._snapshot, self._steps = f"{self._key}:snapshot", f"{self._key}:steps"

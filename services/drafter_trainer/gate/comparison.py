@@ -9,7 +9,7 @@ seconds of their rounds.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,20 +27,11 @@ EARLY = 1.5  # noises of a difference that is decided before all positions are m
 
 @dataclass(frozen=True, slots=True)
 class SizeGroup:
-    """Rounds of one batch size, for one kind of drafter."""
+    """Rounds of one batch size with the trained kind of drafter."""
 
     share: float  # share of the seconds of all rounds
     costs: Mapping[int, float]  # drafts -> cost of a round with them, relative to a round without
     rival: float = 1.0  # speed of the best untrained arm, relative to plain decoding
-
-
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """One drafter at N judged positions."""
-
-    kind: str  # name of the speculator
-    accepted: Floats  # [N, K] estimates of survival at draft 1 .. K
-    size_groups: Sequence[SizeGroup]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,22 +79,26 @@ class Judgement:
 
 
 def judge(
-    candidate: Chain, serving: Chain, groups: npt.NDArray[np.int64], *, resamples: int = RESAMPLES
+    candidate: Floats,
+    serving: Floats,
+    groups: npt.NDArray[np.int64],
+    size_groups: Sequence[SizeGroup],
+    *,
+    resamples: int = RESAMPLES,
 ) -> Judgement:
-    """Compares two drafters position by position; `groups` [N] is the sibling group of each
-    position.
+    """Compares two drafters of one kind by their estimates of survival [N, K] at draft 1 .. K of N
+    positions. `groups` [N] is the sibling group of each position.
 
     Positions of one sequence depend on each other, and sequences of one prompt are similar. So
     whole groups are resampled (paired bootstrap; Efron & Tibshirani 1993, chapter 8).
     """
-    count, chains = len(np.unique(groups)), (candidate, serving)
-    survival = [one.accepted.mean(axis=0) for one in chains]
-    drawn = [_resampled(one, groups, resamples) for one in chains]
+    count, both = len(np.unique(groups)), (candidate, serving)
+    survival = [one.mean(axis=0) for one in both]
+    drawn = [_resampled(one, groups, resamples) for one in both]
     lengths = [1.0 + resampled.sum(axis=1) for resampled in drawn]
 
     def speeds(survivals: Sequence[Floats], *, alone: bool = False) -> list[Floats]:
-        pairs = zip(survivals, chains, strict=True)
-        return [speedup(each, one.size_groups, alone=alone) for each, one in pairs]
+        return [speedup(each, size_groups, alone=alone) for each in survivals]
 
     speeds_now, speedups = speeds(survival), speeds(drawn)
     own, own_drawn = speeds(survival, alone=True), speeds(drawn, alone=True)
@@ -111,7 +106,7 @@ def judge(
         candidate=1.0 + float(survival[0].sum()),
         serving=1.0 + float(survival[1].sum()),
         noise=_half_width(lengths[0] - lengths[1], count),
-        positions=len(candidate.accepted),
+        positions=len(candidate),
         candidate_speedup=float(speeds_now[0]),
         serving_speedup=float(speeds_now[1]),
         speedup_noise=_half_width(speedups[0] - speedups[1], count),
@@ -123,12 +118,12 @@ def judge(
     )
 
 
-def _resampled(chain: Chain, groups: npt.NDArray[np.int64], resamples: int) -> Floats:
-    """Survivals [resamples, K] of resampled groups, the same groups for every chain."""
+def _resampled(accepted: Floats, groups: npt.NDArray[np.int64], resamples: int) -> Floats:
+    """Survivals [resamples, K] of resampled groups, the same groups for every drafter."""
     _, index = np.unique(groups, return_inverse=True)
     sizes = np.bincount(index).astype(np.float64)
     draws = np.random.default_rng(0).integers(0, len(sizes), size=(resamples, len(sizes)))
-    sums = np.stack([np.bincount(index, weights=column) for column in chain.accepted.T], axis=1)
+    sums = np.stack([np.bincount(index, weights=column) for column in accepted.T], axis=1)
     found: Floats = sums[draws].sum(axis=1) / sizes[draws].sum(axis=1)[:, None]
     return found
 
@@ -161,11 +156,10 @@ def _half_width(means: Floats, count: int) -> float:
 
 
 class MeasuredCosts:
-    """Costs of chains by batch size, kind and number of drafts, relative to a round without drafts.
+    """Costs of chains by batch size and number of drafts, relative to a round without drafts.
 
-    The engine measures its arms, and the coordinator passes the costs on. Until all compared kinds
-    are measured, a round with k drafts costs 1 + k (verify_cost + draft_cost), as configured, so
-    kinds are compared equally.
+    The engine measures its arms, and the coordinator passes the costs on. Until a kind is measured,
+    a round with k drafts costs 1 + k (verify_cost + draft_cost), as configured.
     """
 
     def __init__(self, config: GateConfig) -> None:
@@ -176,31 +170,24 @@ class MeasuredCosts:
         """Replaces the engine's measurements; an empty list changes nothing."""
         self._measured = measured or self._measured
 
-    def size_groups(self, kinds: Collection[str]) -> tuple[dict[str, list[SizeGroup]], bool]:
-        """The size groups of each kind, and whether their costs are measured."""
-        found: dict[str, list[SizeGroup]] = {kind: [] for kind in kinds}
-        for one in self._measured:
-            costs = self._chains(one.costs)
-            if all(kind in costs for kind in kinds):
-                for kind in kinds:
-                    found[kind].append(SizeGroup(one.share, costs[kind], one.rival))
-        if not all(found.values()):
+    def size_groups(self, kind: str) -> tuple[list[SizeGroup], bool]:
+        """The size groups of a kind, and whether their costs are measured."""
+        known = [(one, self._chains(one.costs, kind)) for one in self._measured]
+        known = [(one, costs) for one, costs in known if costs]
+        if not known:
             each = self._config.verify_cost + self._config.draft_cost
             drafts = range(1, self._config.draft_steps + 1)
-            configured = {count: 1.0 + count * each for count in drafts}
-            return {kind: [SizeGroup(1.0, configured)] for kind in kinds}, False
-        for kind, own in found.items():
-            whole = sum(one.share for one in own) or 1.0
-            found[kind] = [SizeGroup(one.share / whole, one.costs, one.rival) for one in own]
-        return found, True
+            return [SizeGroup(1.0, {count: 1.0 + count * each for count in drafts})], False
+        whole = sum(one.share for one, _ in known) or 1.0
+        return [SizeGroup(one.share / whole, costs, one.rival) for one, costs in known], True
 
-    def _chains(self, costs: Mapping[str, float]) -> dict[str, dict[int, float]]:
-        """By kind and number of drafts; trees are left out."""
-        chains: dict[str, dict[int, float]] = {}
+    def _chains(self, costs: Mapping[str, float], kind: str) -> dict[int, float]:
+        """Costs of a kind's arms by the number of drafts; trees are left out."""
+        chains: dict[int, float] = {}
         for arm, cost in costs.items():
             name = read_arm(arm)
-            if name is None or name.shape.topk != 1 or cost <= 0:
+            if name is None or name.speculator != kind or name.shape.topk != 1 or cost <= 0:
                 continue
             if 1 <= name.shape.steps <= self._config.draft_steps:
-                chains.setdefault(name.speculator, {})[name.shape.steps] = cost
+                chains[name.shape.steps] = cost
         return chains

@@ -55,22 +55,19 @@ class GateRound:
         measured.
         """
         accepted, groups = self.job.measured()
-        drafters = (*self.rivals, *self.candidates)
-        size_groups, known = costs.size_groups({one.kind for one in drafters})
-        chains = [
-            comparison.Chain(one.kind, accepted[index], size_groups[one.kind])
-            for index, one in enumerate(drafters)
+        size_groups, known = costs.size_groups(self.rivals[0].kind)
+        rivals, candidates = accepted[: len(self.rivals)], accepted[len(self.rivals) :]
+        found = [
+            [comparison.judge(one, rival, groups, size_groups) for rival in rivals]
+            for one in candidates
         ]
-        rivals, candidates = chains[: len(self.rivals)], chains[len(self.rivals) :]
-        found = [[comparison.judge(one, rival, groups) for rival in rivals] for one in candidates]
         return found, known
 
     def serving_alone(self, costs: comparison.MeasuredCosts) -> tuple[comparison.Judgement, bool]:
         """The serving drafter against itself, and whether the costs are measured."""
-        (accepted, groups), kind = self.job.measured(), self.rivals[0].kind
-        size_groups, known = costs.size_groups({kind})
-        chain = comparison.Chain(kind, accepted[0], size_groups[kind])
-        return comparison.judge(chain, chain, groups), known
+        accepted, groups = self.job.measured()
+        size_groups, known = costs.size_groups(self.rivals[0].kind)
+        return comparison.judge(accepted[0], accepted[0], groups, size_groups), known
 
 
 log = get_logger("drafter_trainer")

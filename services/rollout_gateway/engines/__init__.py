@@ -27,6 +27,8 @@ class EngineKind:
     """Optional dependencies that the engine needs (paceline/local/checks.py). Empty: none, or the
     engine checks them itself.
     """
+    compares_text: bool = True
+    """Whether the gateway compares its reading of the model's text with transformers'."""
     starts_slowly: bool = False
     """Whether a restart takes longer than callers wait. During a restart, requests are refused and
     tasks wait.
@@ -42,7 +44,6 @@ class EngineKind:
 
 _EMBEDDED = "paceline.services.rollout_gateway.engines.embedded"
 _SGLANG = "paceline.services.rollout_gateway.engines.sglang"
-_SCRIPTED = "paceline.services.rollout_gateway.testing"
 
 ENGINES = {
     "embedded": EngineKind(
@@ -50,9 +51,6 @@ ENGINES = {
         f"{_EMBEDDED}.engine:EmbeddedEngine",
         f"{_EMBEDDED}.spec:layout_of_settings",
         extra="serve",
-    ),
-    "scripted": EngineKind(
-        f"{_SCRIPTED}.script:ScriptedSpec", f"{_SCRIPTED}.engine:build_scripted"
     ),
     "sglang": EngineKind(
         f"{_SGLANG}.spec:SGLangSpec",

@@ -8,13 +8,13 @@ an infrastructure fault, and the next call reconnects. Needs the extra `mcp`.
 import asyncio
 import os
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import Any
 
 from paceline.addresses import direct
 from paceline.errors import ConfigError, PacelineError, Unavailable
-from paceline.local.patience import patient
+from paceline.local.patience import deadline, patient
 from paceline.services.rollout_gateway.background import background, cancel
 from paceline.services.rollout_gateway.config import ToolServerConfig
 from paceline.services.rollout_gateway.environments.tools import Tool, ToolError, own_tool, python
@@ -158,18 +158,10 @@ class ToolServer:
             raise ConfigError(place, seen=f"{variable} is not set", allowed=allowed)
         return {"Authorization": f"Bearer {token}"}
 
-    @asynccontextmanager
-    async def _deadline(self, what: str) -> AsyncIterator[None]:
+    def _deadline(self, what: str) -> AbstractAsyncContextManager[None]:
         """Raises Unavailable with the late operation when the block takes too long."""
-        seconds = self._config.deadline_s
-        try:
-            async with asyncio.timeout(patient(seconds)) as limit:
-                yield
-        except TimeoutError as error:
-            if not limit.expired():
-                raise  # an error of the block
-            message = f"the tool server {self._name} {what} in time"
-            raise Unavailable(message, seen=f"{seconds:g} s") from error
+        message = f"the tool server {self._name} {what} in time"
+        return deadline(patient(self._config.deadline_s), message, Unavailable)
 
 
 def _first(error: BaseException) -> str:

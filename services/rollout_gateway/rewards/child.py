@@ -100,13 +100,10 @@ async def _ask(child: Child, request: RuleRequest, deadline_s: float) -> Scored 
     assert program.stdout is not None
     answer: child_program.Answer | None = None
     try:
-        async with asyncio.timeout(deadline_s):
+        async with patience.deadline(deadline_s, "a child process of the rewards did not answer"):
             program.stdin.write(line)
             await program.stdin.drain()
             answer = await child_program.receive(program.stdout)
-    except TimeoutError as error:
-        message = "a child process of the rewards did not answer"
-        raise DeadlineExceeded(message, seen=f"{deadline_s} s") from error
     except (OSError, asyncio.IncompleteReadError, DataLoss) as error:
         await child.stop()
         seen = f"exit code {child.returncode}: {error}"

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 
 from paceline.errors import ConfigError, InvalidInput, Unavailable, is_whole
 from paceline.local.child import Child
-from paceline.local.patience import patient
+from paceline.local.patience import deadline, patient
 from paceline.local.user_directory import enterable_directory, locked_directory, user_directory
 from paceline.services.rollout_gateway.config import SandboxConfig
 from paceline.services.rollout_gateway.sandbox.launcher import request as launch
@@ -153,10 +153,8 @@ async def _ask_launcher(request: launch.RunRequest) -> launch.SandboxResult:
 
     deadline_s = request.wall_s + patient(START_S)
     try:
-        async with asyncio.timeout(deadline_s):
+        async with deadline(deadline_s, "a sandbox's launcher does not answer", Unavailable):
             out, err = await child.program.communicate(launch.encode(request))
-    except TimeoutError as error:
-        raise Unavailable("a sandbox's launcher does not answer", seen=f"{deadline_s} s") from error
     finally:
         await asyncio.shield(child.stop(STOP_S))  # the child kills its program first
 

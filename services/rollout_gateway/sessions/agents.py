@@ -14,7 +14,8 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from paceline.errors import DeadlineExceeded, InvalidInput, PacelineError
+from paceline.errors import InvalidInput, PacelineError
+from paceline.local.patience import deadline
 from paceline.rpc import scope_of
 from paceline.services.rollout_gateway.background import background, cancel
 from paceline.services.rollout_gateway.config import GatewayConfig
@@ -163,12 +164,8 @@ class Agents:
         if self.offers.has_offer(session):
             self.offers.record_completion(session)
             limit_s = self._config.rewards.deadline_s + SCORE_GRACE_S
-            try:
-                async with asyncio.timeout(limit_s):
-                    await session.ended.wait()
-            except TimeoutError as error:
-                message, seen = "the session was not scored in time", f"{limit_s:g} s"
-                raise DeadlineExceeded(message, seen=seen) from error
+            async with deadline(limit_s, "the session was not scored in time"):
+                await session.ended.wait()
         else:
             self.finish(session)
 

@@ -222,7 +222,7 @@ the tokens of every round.
 def engine_settings(config: GatewayConfig) -> dict[str, Any]:
     """Values of the engine's own settings class (see engines.EngineKind), as JSON types.
 
-    Raises ConfigError; InvalidInput for an unusable script.
+    Raises ConfigError.
     """
     engine = config.engine
     kind = engines.find_engine(engine.kind)
@@ -239,10 +239,10 @@ def engine_settings(config: GatewayConfig) -> dict[str, Any]:
         "seed": config.run.seed,
         "features_dtype": config.features.dtype,
         "capture_inner": list(config.features.layers),
+        "model_dir": str(config.model_dir),
     }
     if config.speculation.arms:
         values["arms"] = list(config.speculation.arms)
-    values |= _script(config) if engine.kind == "scripted" else {"model_dir": str(config.model_dir)}
     known = {name: values[name] for name in spec.model_fields if name in values}
     own = set() if engine.kind in engines.ENGINES else set(spec.model_fields) - set(known)
     if unknown := engine.options.keys() - own:
@@ -250,15 +250,6 @@ def engine_settings(config: GatewayConfig) -> dict[str, Any]:
         raise ConfigError("gateway.engine.options", seen=seen, allowed=allowed)
 
     return known | engine.options
-
-
-def _script(config: GatewayConfig) -> dict[str, Any]:
-    """The scripted engine's settings; its file overrides the gateway's settings."""
-    from paceline.services.rollout_gateway.testing.script import read_script
-
-    tokenizer = Path(config.tokenizer or config.model) / "tokenizer.json"
-    script = read_script(Path(config.engine.script)) if config.engine.script else {}
-    return {"tokenizer": str(tokenizer), **script}
 
 
 def row_layout(config: GatewayConfig) -> nouns.RowLayout | None:

@@ -20,11 +20,13 @@ import pytest
 import pytest_asyncio
 from integration.gateway.conversations import teach
 
+from examples.scripted_engine.engine import SCRIPTED_PATH
 from paceline.config import SecurityConfig
 from paceline.local.patience import patient
 from paceline.rpc import channel, leased
 from paceline.services.rollout_gateway.chat.text import TextCodec
 from paceline.services.rollout_gateway.config import GatewayConfig
+from paceline.services.rollout_gateway.engines import ENGINES
 from paceline.services.rollout_gateway.server import running
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -110,11 +112,12 @@ async def serving(
         **keys,
     }
     settings["engine"] = {
-        "kind": "scripted",
+        "kind": SCRIPTED_PATH,
         "workers": 1,
-        "script": str(path),
         **settings.get("engine", {}),
     }
+    if settings["engine"]["kind"] not in ENGINES:
+        settings["engine"]["options"] = {"file": str(path)}
     config = GatewayConfig.model_validate(settings).of_gateway(number)
     async with running(config) as (grpc_port, http_port):
         connection = channel(f"127.0.0.1:{grpc_port}", SecurityConfig())

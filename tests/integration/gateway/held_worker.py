@@ -8,15 +8,20 @@ the machine.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import zmq
 
+from examples.scripted_engine.engine import SCRIPTED
 from paceline.services.rollout_gateway.engines.base import Engine
 from paceline.services.rollout_gateway.engines.worker import process as worker
 from paceline.v1 import engine_pb2 as pb
 
 ADDRESS_VARIABLE = "PACELINE_TEST_EVENTS"
+HELD_WORKER = "integration.gateway.held_worker"
+HELD_SCRIPTED = replace(SCRIPTED, process=HELD_WORKER)
+"""The scripted engine with this worker."""
 LONG_TOKENS = 100
 """Requests for more tokens are held."""
 HOLD_MS = 30_000

@@ -7,13 +7,12 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
 
+from examples.scripted_engine.script import Script, ScriptedSpec
 from paceline.local.patience import patient
-from paceline.services.rollout_gateway.testing.script import Script, ScriptedSpec
 from paceline.services.rollout_gateway.workers.local import engine_settings
 from paceline.v1 import rollout_pb2 as rpb
 
@@ -112,9 +111,7 @@ class Oracle:
     """The answer that the scripted engine chooses by itself."""
 
     def __init__(self, served: Any) -> None:
-        path = Path(served.config.tokenizer or served.config.model) / "tokenizer.json"
-        settings = {**engine_settings(served.config), "tokenizer": str(path)}
-        self._script = Script(ScriptedSpec.model_validate(settings))
+        self._script = Script(ScriptedSpec.model_validate(engine_settings(served.config)))
 
     def said(self, prompt: list[int], seed: int, limit: int = 64) -> list[int]:
         return list(self._script.answer(tuple(prompt), seed).token_ids[:limit])

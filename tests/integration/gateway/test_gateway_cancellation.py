@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import zmq.asyncio
-from integration.gateway.held_worker import ADDRESS_VARIABLE, LONG_TOKENS
+from integration.gateway.held_worker import ADDRESS_VARIABLE, HELD_WORKER, LONG_TOKENS
 
 from paceline.local.patience import patient
 from paceline.rpc import responses
@@ -25,6 +25,7 @@ POLICY = Path(__file__).parents[3] / "examples" / "demo" / "policy_start"
 LONG = {"prompt": "12:8=", "max_tokens": 2 * LONG_TOKENS, "ignore_eos": True, "seed": 1}
 SHORT = {"prompt": "8:2=", "max_tokens": 3, "ignore_eos": True, "seed": 2}
 DEADLINE_S = patient(30)
+SCRIPTED = f"{HELD_WORKER}:HELD_SCRIPTED"
 
 
 class Events:
@@ -55,9 +56,8 @@ async def events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     monkeypatch.setenv(ADDRESS_VARIABLE, address)
     inherited = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, inherited)))
-    for kind in ("embedded", "scripted"):
-        held = replace(ENGINES[kind], process="integration.gateway.held_worker")
-        monkeypatch.setitem(ENGINES, kind, held)
+    held = replace(ENGINES["embedded"], process=HELD_WORKER)
+    monkeypatch.setitem(ENGINES, "embedded", held)
     yield Events(socket)
     context.destroy(linger=0)
 
@@ -107,7 +107,7 @@ async def go_away(caller: asyncio.Task[None]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["embedded", "scripted"])
+@pytest.mark.parametrize("kind", ["embedded", SCRIPTED])
 async def test_a_caller_that_goes_away_is_in_no_round_after_the_one_under_way(
     serve_gateway: Any, events: Events, kind: str
 ) -> None:
@@ -133,7 +133,7 @@ async def test_a_caller_that_goes_away_is_in_no_round_after_the_one_under_way(
 async def test_a_caller_that_goes_away_while_it_waits_never_enters(
     serve_gateway: Any, events: Events
 ) -> None:
-    async with serve_gateway(**settings("scripted")) as served:
+    async with serve_gateway(**settings(SCRIPTED)) as served:
         for call in CALLERS:
             running = begin(call(served, LONG))
             (long,) = await events.expect("enqueue", 0, 1)

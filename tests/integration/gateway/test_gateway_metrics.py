@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from examples.scripted_engine.engine import SCRIPTED_PATH
 from paceline import telemetry
 from paceline.config import TelemetryConfig
 from paceline.local.patience import patient
@@ -66,7 +67,7 @@ async def test_the_page_holds_what_requests_and_rounds_gave(
         buckets = by_label(found, f"{name}_seconds_bucket", "le")
         assert {"0.015", "0.05", "+Inf"} <= set(buckets)
         assert buckets["+Inf"] == 6
-        assert by_label(found, f"{name}_seconds_count", "engine") == {"scripted": 6}
+        assert by_label(found, f"{name}_seconds_count", "engine") == {SCRIPTED_PATH: 6}
     pulls = {one.arm: one.pulls for one in health.arms}
     assert by_label(found, "arm_rounds_total", "arm") == pulls
     assert set(pulls) == {"off", "eagle:3_1_4"}
@@ -80,9 +81,9 @@ async def test_the_page_holds_what_requests_and_rounds_gave(
     stages = by_label(found, "round_time_seconds_total", "stage")
     assert set(stages) == {"forward"}  # a script spends no time elsewhere
     assert stages["forward"] == pytest.approx(0.01 * sum(pulls.values()))
-    assert by_label(found, "rounds_total", "engine") == {"scripted": sum(pulls.values())}
+    assert by_label(found, "rounds_total", "engine") == {SCRIPTED_PATH: sum(pulls.values())}
     assert by_label(found, "verified_tokens_total", "engine") == {
-        "scripted": pulls["off"] + 4 * pulls["eagle:3_1_4"]
+        SCRIPTED_PATH: pulls["off"] + 4 * pulls["eagle:3_1_4"]
     }
     assert by_label(found, "tokens_total", "worker") == {"0": 6 * 24}
     assert by_label(found, "busy_time_seconds_total", "worker")["0"] == pytest.approx(

@@ -13,8 +13,8 @@ from integration.gateway.conftest import Ends
 from integration.gateway.http_agent import Agent, claimed, opened, task_run, user
 from watched_stream import ledger_record
 
+from examples.scripted_engine.script import scripted_logprob, scripted_rows
 from paceline.local.patience import patient
-from paceline.services.rollout_gateway.testing.script import scripted_logprob, scripted_rows
 from paceline.streams import Ledger, RedisStream, decode_features, decode_trajectory, run_key
 from paceline.trajectory import request_seed
 from paceline.v1 import rollout_pb2 as rpb

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from examples.scripted_engine.engine import SCRIPTED_PATH
 from paceline.config import SecurityConfig
 from paceline.errors import FailedPrecondition, InvalidInput
 from paceline.local.patience import patient
@@ -71,7 +72,7 @@ async def test_a_worker_obeys_a_quarantine_that_comes_while_the_worker_is_equipp
     path.write_text(json.dumps(script | {"arms": ["off", EAGLE, NGRAM]}))
     settings = {
         "model": str(model_dir),
-        "engine": {"kind": "scripted", "workers": 1, "script": str(path)},
+        "engine": {"kind": SCRIPTED_PATH, "workers": 1, "options": {"file": str(path)}},
         "speculation": {"forced_arm": EAGLE},
     }
     gateway = Gateway(GatewayConfig.model_validate(settings))

@@ -16,6 +16,7 @@ import pytest
 from integration.gateway.conftest import Ends
 from standstill import standstill
 
+from examples.scripted_engine.engine import SCRIPTED_PATH
 from paceline.local.child import LIMIT_S
 from paceline.local.news import heard, news_pipe
 from paceline.local.patience import patient
@@ -47,10 +48,10 @@ def serve_router(tmp_path: Path) -> Serve:
     async def serve(
         kind: str, script: dict[str, Any] | None = None, wait_s: float = DEADLINE_S
     ) -> AsyncIterator[Router]:
-        engine = {"kind": kind, "workers": 2}
+        engine: dict[str, Any] = {"kind": kind, "workers": 2}
         if script:
             (tmp_path / "script.json").write_text(json.dumps(script))
-            engine["script"] = str(tmp_path / "script.json")
+            engine["options"] = {"file": str(tmp_path / "script.json")}
         settings = {"model": str(POLICY), "engine": engine, "queue": {"wait_s": wait_s}}
         config = GatewayConfig.model_validate(settings)
         router = Router(config, lambda _: None, lambda _: None)
@@ -90,7 +91,7 @@ async def test_the_next_turn_finds_its_conversation_in_the_cache(serve_router: S
 async def test_a_session_moves_when_its_worker_dies_or_is_lent_out_and_comes_back_after(
     serve_router: Serve,
 ) -> None:
-    async with serve_router("scripted") as router:
+    async with serve_router(SCRIPTED_PATH) as router:
         assert (await ended(router, request(1, [5]), prefer=1))[0] == 1
         router.lending.release(1)
         assert (await ended(router, request(2, [5]), prefer=1))[0] == 0
@@ -113,7 +114,7 @@ async def test_the_death_of_a_worker_and_its_replacement_are_told_to_the_supervi
 ) -> None:
     reading, writing = news_pipe()
     monkeypatch.setenv(NEWS_VARIABLE, str(writing))
-    async with serve_router("scripted") as router, aclosing(heard(reading)) as news:
+    async with serve_router(SCRIPTED_PATH) as router, aclosing(heard(reading)) as news:
         (lost,) = [process for process in router.processes() if process.index == 1]
         lost.kill()
         async with asyncio.timeout(DEADLINE_S):
@@ -130,7 +131,7 @@ async def test_requests_of_a_stopped_worker_are_answered_by_another_one(
     reading, writing = news_pipe()
     monkeypatch.setenv(NEWS_VARIABLE, str(writing))
     async with (
-        serve_router("scripted") as router,
+        serve_router(SCRIPTED_PATH) as router,
         aclosing(heard(reading)) as news,
         standstill() as stood_s,
     ):
@@ -157,7 +158,7 @@ async def test_requests_of_a_stopped_worker_are_answered_by_another_one(
 async def test_requests_wait_while_all_workers_are_lent_and_run_when_one_is_back(
     serve_router: Serve,
 ) -> None:
-    async with serve_router("scripted") as router:
+    async with serve_router(SCRIPTED_PATH) as router:
         expected = (await ended(router, request(1, [5], max_tokens=9)))[1].token_ids
         lent = await asyncio.gather(router.lending.lend(0), router.lending.lend(1))
         assert set(lent) == {2_107_392}
@@ -178,7 +179,7 @@ async def test_requests_wait_while_all_workers_are_lent_and_run_when_one_is_back
 async def test_a_request_that_no_worker_comes_back_for_ends_at_its_deadline(
     serve_router: Serve,
 ) -> None:
-    async with serve_router("scripted", wait_s=0.05) as router:
+    async with serve_router(SCRIPTED_PATH, wait_s=0.05) as router:
         router.lending.release(0)
         router.lending.release(1)
         generation = router.submit(request(1, [5]))
@@ -207,7 +208,7 @@ async def test_a_request_that_outlasts_the_drain_goes_on_elsewhere_with_the_same
     serve_router: Serve, tmp_path: Path, drain_s: float, *, others: bool
 ) -> None:
     ends = Ends(tmp_path / "ends")
-    async with serve_router("scripted", {**SLOW, "ends_with": str(ends.path)}) as router:
+    async with serve_router(SCRIPTED_PATH, {**SLOW, "ends_with": str(ends.path)}) as router:
         ends.come()
         expected = (await ended(router, request(1, [5], max_tokens=60)))[1].token_ids
         ends.wait()
@@ -238,7 +239,7 @@ async def test_a_worker_that_dies_while_it_is_lent_starts_without_memory_and_com
 ) -> None:
     reading, writing = news_pipe()
     monkeypatch.setenv(NEWS_VARIABLE, str(writing))
-    async with serve_router("scripted") as router, aclosing(heard(reading)) as news:
+    async with serve_router(SCRIPTED_PATH) as router, aclosing(heard(reading)) as news:
         await router.lending.lend(0)
         (lost,) = [process for process in router.processes() if process.index == 0]
         lost.kill()
@@ -257,7 +258,7 @@ async def test_a_worker_that_dies_while_it_is_lent_starts_without_memory_and_com
 async def test_idleness_is_told_by_worker_and_only_after_the_last_token(
     serve_router: Serve,
 ) -> None:
-    async with serve_router("scripted") as router:
+    async with serve_router(SCRIPTED_PATH) as router:
         generation = router.submit(request(1, [5], max_tokens=300), worker=0)
         busy = asyncio.create_task(router.seats[0].idle_for(0.01))
         await asyncio.wait_for(router.seats[1].idle_for(0.01), DEADLINE_S)

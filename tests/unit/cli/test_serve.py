@@ -22,7 +22,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def test_options_outrank_overrides_and_name_their_setting(
     started: list[list[str]], tmp_path: Path
 ) -> None:
-    words = ["gateway", "engine.threads=2", "--model", str(tmp_path), "--engine", "scripted"]
+    words = ["gateway", "engine.threads=2", "--model", str(tmp_path), "--engine", "sglang"]
     words += ["--drafter", "ngram", "--http-port", "0", "--grpc-port", "7000", "--print-config"]
     words += ["--gateway", "1"]
     assert CliRunner().invoke(app, ["serve", *words]).exit_code == 0
@@ -36,7 +36,7 @@ def test_options_outrank_overrides_and_name_their_setting(
             "1",
             "engine.threads=2",
             f'model="{tmp_path}"',
-            'engine.kind="scripted"',
+            'engine.kind="sglang"',
             'drafter="ngram"',
             'addresses.http="127.0.0.1:0"',
             'addresses.gateway="127.0.0.1:7000"',

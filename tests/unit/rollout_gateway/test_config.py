@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.errors import ConfigError, InvalidInput
+from paceline.errors import ConfigError
 from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.workers.local import engine_settings
 
@@ -20,16 +20,6 @@ def test_a_wrong_model_directory_is_one_clear_line(model: str) -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_a_broken_script_names_its_file(tmp_path: Path) -> None:
-    path = tmp_path / "script.json"
-    path.write_text('{"arms": 3}')
-    config = GatewayConfig.model_validate(
-        {"model": str(DEMO), "engine": {"kind": "scripted", "script": str(path)}}
-    )
-    with pytest.raises(InvalidInput, match=r"script\.json"):
-        engine_settings(config)
-
-
 def test_versions_outlive_the_process_only_in_a_run(tmp_path: Path) -> None:
     assert GatewayConfig().spool is None
     in_run = GatewayConfig.model_validate({"trajectories": True, "run": {"dir": str(tmp_path)}})
@@ -39,8 +29,6 @@ def test_versions_outlive_the_process_only_in_a_run(tmp_path: Path) -> None:
 def test_layers_to_capture_reach_the_embedded_engine_and_no_other() -> None:
     keys = {"model": str(DEMO), "features": {"layers": [2, 6]}}
     assert engine_settings(GatewayConfig.model_validate(keys))["capture_inner"] == [2, 6]
-    for kind in ("scripted", "sglang"):
-        with pytest.raises(
-            ConfigError, match=rf"features\.layers; seen: {kind}; allowed: embedded"
-        ):
-            engine_settings(GatewayConfig.model_validate(keys | {"engine": {"kind": kind}}))
+    other = GatewayConfig.model_validate(keys | {"engine": {"kind": "sglang"}})
+    with pytest.raises(ConfigError, match=r"features\.layers; seen: sglang; allowed: embedded"):
+        engine_settings(other)

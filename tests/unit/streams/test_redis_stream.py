@@ -25,7 +25,7 @@ async def test_a_repeated_call_is_known_as_the_same(
     must give the same answer.
     """
     name = run_key(run_id, "s")
-    script = redis_client.register_script(scripts.ADD + scripts.APPEND)
+    script = redis_client.register_script(scripts.script("add", "append"))
     keys = [name, f"{name}:once:k", f"{name}:sizes"]
     first = await script(keys=keys, args=[60_000, 0, 1, *flat({}, b"x")])
     again = await script(keys=keys, args=[60_000, 0, 1, *flat({}, b"x")])

@@ -11,22 +11,33 @@ import numpy.typing as npt
 import pytest
 
 from paceline.services.drafter_trainer.config import GateConfig
-from paceline.services.drafter_trainer.gate.comparison import Chain, MeasuredCosts, SizeGroup, judge
+from paceline.services.drafter_trainer.gate.comparison import (
+    Floats,
+    Judgement,
+    MeasuredCosts,
+    SizeGroup,
+)
+from paceline.services.drafter_trainer.gate.comparison import judge as judged
 from paceline.services.drafter_trainer.messages import RoundCosts
 from paceline.speculators.shift import conditional
 
-FREE = dict.fromkeys(range(1, 6), 1.0)
+FREE = SizeGroup(1.0, dict.fromkeys(range(1, 6), 1.0))
 
 
-def chain(
-    counts: npt.ArrayLike,
-    kind: str = "eagle",
-    costs: dict[int, float] | None = None,
-    *rest: SizeGroup,
-) -> Chain:
+def chain(counts: npt.ArrayLike) -> Floats:
     """Accepted drafts [N] of at most 5 as their survivals."""
-    accepted = (np.asarray(counts)[:, None] > np.arange(5)).astype(np.float64)
-    return Chain(kind, accepted, rest or [SizeGroup(1.0, costs or FREE)])
+    return (np.asarray(counts)[:, None] > np.arange(5)).astype(np.float64)
+
+
+def judge(
+    candidate: Floats,
+    serving: Floats,
+    groups: npt.NDArray[np.int64],
+    *sizes: SizeGroup,
+    resamples: int = 200,
+) -> Judgement:
+    """The comparison, by default with free drafts."""
+    return judged(candidate, serving, groups, sizes or [FREE], resamples=resamples)
 
 
 def test_length_counts_the_bonus_token_and_the_difference_is_paired() -> None:
@@ -87,16 +98,15 @@ def test_one_group_or_no_difference_promotes_nothing() -> None:
     assert judge(high, low, many).better
 
 
-def test_a_longer_chain_of_a_dearer_kind_loses_by_projected_speedup() -> None:
+def test_speed_is_the_best_length_for_its_cost() -> None:
     groups = np.arange(50) // 5
-    dear, cheap = {1: 1.5, 3: 2.5, 5: 3.5}, {1: 1.1, 3: 1.3}
-    long, short = chain(np.full(50, 4), "eagle", dear), chain(np.full(50, 3), "lstm", cheap)
-    verdict = judge(long, short, groups)
+    dear = SizeGroup(1.0, {1: 1.5, 3: 2.5, 5: 3.5})
+    long, short = chain(np.full(50, 4)), chain(np.full(50, 3))
+    verdict = judge(long, short, groups, dear)
     assert (verdict.candidate, verdict.serving) == (5.0, 4.0)
-    # 2 / 1.5, 4 / 2.5, 5 / 3.5 against 2 / 1.1, 4 / 1.3
-    assert (verdict.candidate_speedup, verdict.serving_speedup) == pytest.approx((1.6, 4 / 1.3))
+    # 2 / 1.5, 4 / 2.5, 5 / 3.5 against 2 / 1.5, 4 / 2.5, 4 / 3.5
+    assert (verdict.candidate_speedup, verdict.serving_speedup) == pytest.approx((1.6, 1.6))
     assert not verdict.better
-    assert judge(short, long, groups).better
 
 
 def test_where_an_arm_that_is_not_trained_is_faster_a_longer_drafter_is_better_all_the_same() -> (
@@ -105,13 +115,11 @@ def test_where_an_arm_that_is_not_trained_is_faster_a_longer_drafter_is_better_a
     groups = np.arange(50) // 5
     costs = {1: 1.2, 3: 1.5}
     for rival in (1.0, 2.0, 2.7):
-        long, short = (
-            chain(np.full(50, count), "eagle", None, SizeGroup(1.0, costs, rival))
-            for count in (3, 1)
-        )
-        verdict = judge(long, short, groups)
+        long, short = (chain(np.full(50, count)) for count in (3, 1))
+        sizes = SizeGroup(1.0, costs, rival)
+        verdict = judge(long, short, groups, sizes)
         assert verdict.better
-        assert not judge(short, long, groups).better
+        assert not judge(short, long, groups, sizes).better
         assert verdict.candidate_speedup == pytest.approx(max(4 / 1.5, rival))
         assert verdict.serving_speedup == pytest.approx(max(2 / 1.2, rival))
         assert verdict.gain == pytest.approx((4 / 1.5) / (2 / 1.2) - 1), "of the drafters alone"
@@ -119,15 +127,12 @@ def test_where_an_arm_that_is_not_trained_is_faster_a_longer_drafter_is_better_a
 
 def test_one_that_is_faster_by_itself_is_not_better_where_it_makes_the_engine_slower() -> None:
     """Alone it is faster on the mean of both batch sizes; at one size a rival arm serves instead."""
-    groups = np.arange(50) // 5
-    few, many = (
-        [SizeGroup(0.5, one, 1.0), SizeGroup(0.5, two, 3.0)]
-        for one, two in (({1: 1.1}, {1: 1.0}), ({1: 1.0}, {1: 2.0}))
-    )
-    longer, shorter = (chain(np.full(50, 1), "eagle", None, *sizes) for sizes in (few, many))
-    verdict = judge(longer, shorter, groups)
-    assert verdict.gain == pytest.approx((2 / 1.1 + 2) / (2 + 1) - 1)
-    assert verdict.candidate_speedup < verdict.serving_speedup
+    sizes = SizeGroup(0.5, {1: 1.0}, rival=1.0), SizeGroup(0.5, {5: 1.0}, rival=4.0)
+    all_or_none, always_one = chain(np.tile([5, 0], 25)), chain(np.ones(50))
+    verdict = judge(all_or_none, always_one, np.arange(50) // 10, *sizes)
+    assert verdict.gain == pytest.approx((1.5 + 3.5) / (2 + 2) - 1)
+    assert verdict.gain > verdict.gain_noise
+    assert (verdict.candidate_speedup, verdict.serving_speedup) == pytest.approx((2.75, 3.0))
     assert not verdict.better
 
 
@@ -135,10 +140,8 @@ def test_a_gain_within_its_noise_where_others_are_faster_is_none() -> None:
     draw, groups = np.random.default_rng(3), np.arange(60) // 6
     sizes = SizeGroup(1.0, {1: 1.1, 3: 1.4}, rival=9.0)
     counts = draw.integers(0, 3, 60)
-    alike, ours = (
-        chain(of, "eagle", None, sizes) for of in (counts + draw.integers(-1, 2, 60), counts)
-    )
-    verdict = judge(alike, ours, groups)
+    alike, ours = (chain(of) for of in (counts + draw.integers(-1, 2, 60), counts))
+    verdict = judge(alike, ours, groups, sizes)
     assert verdict.candidate_speedup == verdict.serving_speedup == 9.0
     assert abs(verdict.gain) < verdict.gain_noise
     assert not verdict.better
@@ -147,8 +150,8 @@ def test_a_gain_within_its_noise_where_others_are_faster_is_none() -> None:
 def test_speeds_of_batch_sizes_count_by_the_seconds_spent_in_them() -> None:
     few = SizeGroup(0.25, {1: 1.0, 3: 1.5}, rival=1.1)
     many = SizeGroup(0.75, {1: 2.0, 3: 5.0}, rival=1.3)
-    one = chain(np.full(50, 3), "eagle", None, few, many)
-    verdict = judge(one, one, np.arange(50) // 5)
+    one = chain(np.full(50, 3))
+    verdict = judge(one, one, np.arange(50) // 5, few, many)
     assert verdict.candidate_speedup == pytest.approx(0.25 * 4 / 1.5 + 0.75 * 1.3)
 
 
@@ -162,10 +165,10 @@ def test_a_difference_far_beyond_the_noise_is_decided_before_the_rest_is_measure
     assert not judge(chain(alike), chain(low), groups).decided
 
 
-def test_costs_are_measured_where_all_kinds_are_and_trees_are_no_chains() -> None:
+def test_costs_are_those_of_the_kind_and_trees_are_no_chains() -> None:
     table = MeasuredCosts(GateConfig(draft_steps=4))
     configured = {n: pytest.approx(1 + 0.15 * n) for n in (1, 2, 3, 4)}
-    assert table.size_groups(["lstm"]) == ({"lstm": [SizeGroup(1.0, configured)]}, False)
+    assert table.size_groups("lstm") == ([SizeGroup(1.0, configured)], False)
     costs = {"eagle:3_1_4": 1.5, "eagle:2_4_8": 9.0, "eagle:9_1_10": 2.0, "eagle:1_1_2": 0.0}
     table.update(
         [
@@ -175,13 +178,8 @@ def test_costs_are_measured_where_all_kinds_are_and_trees_are_no_chains() -> Non
         ]
     )
     eagle = [SizeGroup(0.5, {3: 1.5}, 1.25), SizeGroup(0.5, {4: 3.0}, 1.0)]
-    assert table.size_groups(["eagle"]) == ({"eagle": eagle}, True), "shares of what is known"
-    both, measured = table.size_groups(["eagle", "lstm"])
-    assert measured
-    assert both["lstm"] == [SizeGroup(1.0, {2: 1.5}, 1.0)], "where both are measured"
+    assert table.size_groups("eagle") == (eagle, True), "shares of what is known"
+    assert table.size_groups("lstm") == ([SizeGroup(1.0, {2: 1.5}, 1.0)], True)
     table.update([])
-    assert table.size_groups(["eagle"])[1], "nothing new leaves what is known"
-    found, measured = table.size_groups(["eagle", "mlp"])
-    assert (found["eagle"][0].costs[2], measured) == (pytest.approx(1.3), False), (
-        "measured and configured costs do not compare"
-    )
+    assert table.size_groups("eagle")[1], "nothing new leaves what is known"
+    assert table.size_groups("mlp") == ([SizeGroup(1.0, configured)], False)

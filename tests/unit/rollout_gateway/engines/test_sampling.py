@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from examples.scripted_engine.engine import build_scripted
+from examples.scripted_engine.script import ScriptedSpec
 from paceline.errors import InvalidInput, MissingCapability
 from paceline.models.config import read_config
 from paceline.services.rollout_gateway.api.http.openai_schema import ChatBody
@@ -21,8 +23,6 @@ from paceline.services.rollout_gateway.engines.nouns import Request
 from paceline.services.rollout_gateway.engines.requests.control import Admission
 from paceline.services.rollout_gateway.engines.sampling import RANGES, Sampling, untrainable
 from paceline.services.rollout_gateway.engines.worker import wire
-from paceline.services.rollout_gateway.testing.engine import build_scripted
-from paceline.services.rollout_gateway.testing.script import ScriptedSpec
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from examples.scripted_engine.engine import build_scripted
+from examples.scripted_engine.script import ScriptedSpec
 from paceline.services.rollout_gateway.engines.requests import timing
 from paceline.services.rollout_gateway.engines.requests.timing import square_product_tflops
 from paceline.services.rollout_gateway.engines.worker import wire
-from paceline.services.rollout_gateway.testing.engine import build_scripted
-from paceline.services.rollout_gateway.testing.script import ScriptedSpec
 
 CPU = torch.device("cpu")
 

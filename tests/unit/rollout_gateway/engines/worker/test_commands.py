@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from examples.scripted_engine.engine import build_scripted
+from examples.scripted_engine.script import ScriptedSpec
 from paceline.errors import InvalidInput
 from paceline.services.rollout_gateway.calls.call import _refuse
 from paceline.services.rollout_gateway.engines.nouns import Chunk, Request
 from paceline.services.rollout_gateway.engines.sampling import TOO_LONG, Sampling
 from paceline.services.rollout_gateway.engines.worker import wire
 from paceline.services.rollout_gateway.engines.worker.process import answer
-from paceline.services.rollout_gateway.testing.engine import build_scripted
-from paceline.services.rollout_gateway.testing.script import ScriptedSpec
 from paceline.v1 import engine_pb2 as pb
 
 

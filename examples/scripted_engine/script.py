@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field
+from pydantic import Field, model_validator
 from tokenizers import Tokenizer
 
 from paceline.arm_names import OFF
@@ -49,6 +49,8 @@ class ScriptedSpec(settings.BatchSettings, settings.RunValues):
     A prompt without a Line or a Reply gets a response drawn from hash(prompt, seed).
     """
 
+    file: str = ""  # JSON file of further settings, which override the gateway's
+    model_dir: str = ""  # its tokenizer.json is needed only for stop strings and replies
     script: tuple[Line, ...] = ()  # precede the replies
     replies: tuple[Reply, ...] = ()  # the first that matches answers
     # End of a prompt in which patterns are searched.
@@ -57,7 +59,6 @@ class ScriptedSpec(settings.BatchSettings, settings.RunValues):
     hidden_size: int = 8
     eos_token_id: int = 1
     response_tokens: tuple[int, int] = (4, 32)  # bounds of unscripted responses, eos included
-    tokenizer: str = ""  # tokenizer.json; needed only for stop strings and replies
     arms: tuple[str, ...] = ("off", "eagle:3_1_4", "ngram:4_1_5")
     accept_lengths: dict[str, float] = Field(default={"eagle:3_1_4": 2.5, "ngram:4_1_5": 1.5})
     costs_s: dict[str, dict[int, float]] = Field(
@@ -71,6 +72,19 @@ class ScriptedSpec(settings.BatchSettings, settings.RunValues):
     nan_policies: tuple[int, ...] = ()  # policy versions that return only NaN log-probs
     # Accept length by drafter version; overrides accept_lengths.
     drafter_accept_lengths: dict[int, float] = Field(default={})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_file(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """The values, and those of their file. Raises InvalidInput with the file's path."""
+        path = values.get("file")
+        if not path:
+            return values
+        try:
+            found = cls.model_validate_json(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InvalidInput(f"the script {path} cannot be used: {error}") from error
+        return values | found.model_dump(exclude_unset=True)
 
 
 def scripted_response(spec: ScriptedSpec, prompt: tuple[int, ...], seed: int) -> tuple[int, ...]:
@@ -108,18 +122,6 @@ def scripted_logprob(token_id: int) -> float:
     return -(1 + token_id % 7) / 8
 
 
-def read_script(path: Path) -> dict[str, Any]:
-    """Read settings stored as JSON, for the gateway's `engine.script`.
-
-    Raises InvalidInput with the file's path.
-    """
-    try:
-        spec = ScriptedSpec.model_validate_json(path.read_text(encoding="utf-8"))
-        return spec.model_dump(mode="json", exclude_unset=True)
-    except (OSError, ValueError) as error:
-        raise InvalidInput(f"the script {path} cannot be used: {error}") from error
-
-
 def round_cost(spec: ScriptedSpec, arm: str, batch: int) -> float:
     """Seconds of a round with `batch` requests."""
     table = spec.costs_s.get(arm, {})
@@ -154,10 +156,9 @@ class Script:
     """
 
     def __init__(self, spec: ScriptedSpec) -> None:
-        tokenizer = read_text(Path(spec.tokenizer).parent).tokenizer() if spec.tokenizer else None
+        tokenizer = read_text(Path(spec.model_dir)).tokenizer() if spec.model_dir else None
         if spec.replies and tokenizer is None:
-            allowed = "the path of a tokenizer.json"
-            raise ConfigError("replies need the setting `tokenizer`", seen="", allowed=allowed)
+            raise ConfigError("replies need a tokenizer", seen="no model", allowed="gateway.model")
         self._spec = spec
         self._tokenizer = tokenizer
         self._prompts = {line.prompt for line in spec.script}

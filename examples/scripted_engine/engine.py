@@ -1,10 +1,10 @@
-"""Replays given token ids under a cost table: an engine without model and torch, for tests and
-benches.
+"""Replays given token ids under a cost table: an engine without model and torch, for examples,
+tests and benches. `gateway.engine.kind = "examples/scripted_engine/engine.py:SCRIPTED"` serves it.
 
 It fulfils the whole engine contract: speculation arms chosen by the bandit, versions, pause modes,
 capture, abort. So tests of all layers above it take milliseconds. A response depends on (prompt,
-seed) alone, never on arm, batch or time (script.py selects it, request.py emits it). A round's
-seconds are read from a cost table (arm, batch size). Only `real_time` sleeps them, for benches.
+seed) alone, never on arm, batch or time (script.py selects and emits it). A round's seconds are
+read from a cost table (arm, batch size). Only `real_time` sleeps them, for benches.
 """
 
 import hashlib
@@ -20,15 +20,17 @@ from paceline.messages import stats_to_proto
 from paceline.models.profiles import check_profile
 from paceline.services.rollout_gateway.bandits import build_bandit
 from paceline.services.rollout_gateway.bandits.base import RoundOutcome, Situation
-from paceline.services.rollout_gateway.engines import nouns
+from paceline.services.rollout_gateway.engines import EngineKind, nouns
 from paceline.services.rollout_gateway.engines.nouns import Capability
 from paceline.services.rollout_gateway.engines.requests import control
 from paceline.services.rollout_gateway.engines.requests.sequence import DrawnBy
 from paceline.services.rollout_gateway.engines.worker.ring import RowRing
-from paceline.services.rollout_gateway.testing import script
 from paceline.speculators.shift import AcceptanceShift, read_shift, shift_over
 from paceline.trajectory import SpeculationStats, Target, VersionSet
 from paceline.v1 import engine_pb2 as pb
+
+from . import script
+from .script import ScriptedSpec
 
 _CAPABILITIES = frozenset(
     {Capability.CAPTURE, Capability.DRAFTER_UPDATE, Capability.PROFILES, Capability.RELEASE_MEMORY}
@@ -38,14 +40,15 @@ _CAPABILITIES = frozenset(
 class ScriptedEngine:
     """The Engine of engines/base.py over a script."""
 
-    def __init__(self, spec: script.ScriptedSpec, sink: RowRing | None) -> None:
+    def __init__(self, spec: ScriptedSpec, sink: RowRing | None) -> None:
         self._spec = spec
         self._sink = sink
         self._beat = 0.0  # end of the last round, with `real_time`
         self._bandit = build_bandit(spec.bandit, spec.arms, spec.seed)
         self._script = script.Script(spec)
+        tokenizer = Path(spec.model_dir) / "tokenizer.json"
         self._admission = control.Admission(
-            spec.vocab_size, (spec.eos_token_id,), Path(spec.tokenizer), spec.max_sequence_tokens
+            spec.vocab_size, (spec.eos_token_id,), tokenizer, spec.max_sequence_tokens
         )
         self._waiting: list[script.ScriptedRun] = []
         self._running: list[script.ScriptedRun] = []
@@ -272,6 +275,11 @@ class ScriptedEngine:
         self._sink.write(ids, positions, tokens, self.versions.policy, rows)
 
 
-def build_scripted(spec: script.ScriptedSpec, sink: RowRing | None = None) -> ScriptedEngine:
+def build_scripted(spec: ScriptedSpec, sink: RowRing | None = None) -> ScriptedEngine:
     """Build the engine of a script."""
     return ScriptedEngine(spec, sink)
+
+
+SCRIPTED = EngineKind(f"{__file__}:ScriptedSpec", f"{__file__}:build_scripted", compares_text=False)
+SCRIPTED_PATH = f"{__file__}:SCRIPTED"
+"""Value of `gateway.engine.kind`."""

@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.errors import InvalidInput, WeightsError
-from paceline.services.rollout_gateway.engines.nouns import Chunk, Finish, PauseMode, Request
-from paceline.services.rollout_gateway.engines.sampling import Sampling
-from paceline.services.rollout_gateway.engines.worker.ring import RowRing
-from paceline.services.rollout_gateway.testing.engine import ScriptedEngine, build_scripted
-from paceline.services.rollout_gateway.testing.script import (
+from examples.scripted_engine.engine import ScriptedEngine, build_scripted
+from examples.scripted_engine.script import (
     ScriptedSpec,
     next_beat,
     scripted_response,
     scripted_rows,
 )
+from paceline.errors import InvalidInput, WeightsError
+from paceline.services.rollout_gateway.engines.nouns import Chunk, Finish, PauseMode, Request
+from paceline.services.rollout_gateway.engines.sampling import Sampling
+from paceline.services.rollout_gateway.engines.worker.ring import RowRing
 from paceline.trajectory import Target, VersionSet, VersionSpan
 
 SCRIPT = ScriptedSpec(script=[{"prompt": [5, 6], "responses": [[10, 11, 12, 13, 14, 1], [20, 1]]}])  # type: ignore[list-item]

@@ -13,16 +13,15 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from tokenizers import Tokenizer
 
+from examples.scripted_engine.engine import build_scripted
+from examples.scripted_engine.script import (
+    Script,
+    ScriptedSpec,
+    scripted_response,
+)
 from paceline.errors import ConfigError, InvalidInput
 from paceline.services.rollout_gateway.engines.nouns import Chunk, Finish, Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
-from paceline.services.rollout_gateway.testing.engine import build_scripted
-from paceline.services.rollout_gateway.testing.script import (
-    Script,
-    ScriptedSpec,
-    read_script,
-    scripted_response,
-)
 
 TOKENIZER_FILE = Path(__file__).parents[4] / "examples/demo/policy_start/tokenizer.json"
 TOKENIZER = Tokenizer.from_file(str(TOKENIZER_FILE))
@@ -35,7 +34,7 @@ DIALOGUE = [
 
 def spec(*replies: dict[str, Any], **settings: Any) -> ScriptedSpec:
     values = {
-        "tokenizer": str(TOKENIZER_FILE),
+        "model_dir": str(TOKENIZER_FILE.parent),
         "max_sequence_tokens": 1 << 16,
         "arms": ("off",),
         **settings,
@@ -78,7 +77,7 @@ def test_a_token_that_only_tokenizer_config_adds_is_one_token_of_a_reply(tmp_pat
     settings = json.dumps({"added_tokens_decoder": added})
     (tmp_path / "tokenizer_config.json").write_text(settings)
     reply = {"pattern": "2", "texts": ["<call>"]}
-    words = {"tokenizer": str(tmp_path / "tokenizer.json"), "vocab_size": 321}
+    words = {"model_dir": str(tmp_path), "vocab_size": 321}
     assert said(spec(reply, **words), "2") == (320, 1)
     assert said(spec({**reply, "pattern": "<call>$"}, **words), (320,)) == (320, 1)
 
@@ -187,11 +186,11 @@ def test_a_reply_that_cannot_work_is_refused_with_the_file_named(
     path = tmp_path / "script.json"
     path.write_text(json.dumps({"replies": [bad]}))
     with pytest.raises(InvalidInput, match=r"script\.json"):
-        read_script(path)
+        ScriptedSpec(file=str(path))
 
 
 def test_replies_need_a_tokenizer_whose_tokens_are_served() -> None:
     with pytest.raises(ConfigError, match="tokenizer"):
-        build_scripted(spec(*DIALOGUE, tokenizer=""))
+        build_scripted(spec(*DIALOGUE, model_dir=""))
     with pytest.raises(InvalidInput, match="add 2 and 3"):
         build_scripted(spec(DIALOGUE[1], vocab_size=20))

@@ -1,1 +1,0 @@
-"""For tests and examples: an engine without a model that answers from a script."""
