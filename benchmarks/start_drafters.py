@@ -19,8 +19,10 @@ START_STEPS, BATCH_TOKENS = 2_000, 256
 """Optimiser steps of the demo's start drafter, and tokens of each step; see its make_drafter.py.
 The steps of a co-trained drafter have the same size.
 """
-REAL_ANSWERS, REAL_BATCH_TOKENS = 512, 1_024
-"""Answers of the pretrained model that its frozen drafter learns from, and tokens of each step."""
+REAL_ANSWERS, REAL_BATCH_TOKENS, REAL_RATE = 512, 1_024, "2e-3"
+"""Answers of the pretrained model that its frozen drafter learns from, tokens of each step, and
+learning rate.
+"""
 
 
 async def demo_drafter(options: argparse.Namespace, out: Path, steps: int) -> Path:
@@ -61,6 +63,7 @@ async def real_drafter(file: Path, options: argparse.Namespace, out: Path, steps
         answers = await _real_answers(folder, model, coordinator)
         tokens = str(REAL_BATCH_TOKENS)
         sizes = ("--steps", str(steps), "--batch-tokens", tokens, "--row-tokens", tokens)
+        sizes += ("--lr", REAL_RATE)
         places = ("--data", str(answers), *model, "--out", str(folder))
         command = (sys.executable, "-m", "paceline.cli.main", "drafter", "train")
         await demo_runs.run_to_end([*command, *places, *sizes])  # resumes a stopped training
