@@ -3,6 +3,7 @@ tests.
 """
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -38,8 +39,15 @@ def test_a_pretrained_model_trains_two_steps_on_generated_tasks(
     real_model: Path, reasoning_gym: Path, tmp_path: Path
 ) -> None:
     run = run_steps(real_model, tmp_path, 2)
-    shown, _ = run.communicate(timeout=840)
+    begun = "".join(wait_for(run, "step 1/2"))
+    parent = psutil.Process(run.pid)
+    taken = sum(one.memory_full_info().pss for one in (parent, *parent.children(recursive=True)))
+    shown = begun + run.communicate(timeout=840)[0]
     assert run.returncode == 0, shown
+    told = re.search(r"memory: ([\d,]+) MiB of ", shown)
+    assert told, shown
+    planned = int(told[1].replace(",", "")) << 20
+    assert planned / 3 < taken < planned
     # one worker with all cores, and what it takes, are printed before the start
     assert "gateway 1 x " in shown
     assert "policy_trainer 1 x " in shown
