@@ -47,7 +47,7 @@ def test_a_pretrained_model_trains_two_steps_on_generated_tasks(
     told = re.search(r"memory: ([\d,]+) MiB of ", shown)
     assert told, shown
     planned = int(told[1].replace(",", "")) << 20
-    assert planned / 3 < taken < planned
+    assert planned / 3 < taken < planned  # after the first step, all processes
     # one worker with all cores, and what it takes, are printed before the start
     assert "gateway 1 x " in shown
     assert "policy_trainer 1 x " in shown

@@ -73,7 +73,7 @@ async def test_sglang_drafts_by_three_tokens_and_answers_as_without_drafts(
     assert [tokens for tokens, _ in forced] == wanted
     prose, repeated = (stats for _, stats in forced)
     assert list(prose.proposed_at) == [prose.drafted_rounds] * 3
-    assert prose.accepted_tokens < prose.drafted_rounds  # most chains are rejected
+    assert prose.accepted_tokens < prose.drafted_rounds / 2  # most chains are rejected whole
     assert min(repeated.accepted_at) > 3  # whole chains are accepted
     for stats in (prose, repeated):
         assert dict(stats.arm_drafted_rounds) == {CHAIN: stats.drafted_rounds}
