@@ -94,6 +94,24 @@ def test_a_run_that_is_killed_whole_and_then_loses_its_rank_trains_every_sample(
     assert left_over(tmp_path) == []
 
 
+def test_the_trainers_log_probs_of_a_thousand_tokens_are_the_engines(
+    real_model: Path, reasoning_gym: Path, tmp_path: Path
+) -> None:
+    words = (
+        "coordinator.sampling.max_tokens=1000",
+        "coordinator.sampling.temperature=2.0",
+    )  # hardly ends
+    words += ("gateway.engine.max_sequence_tokens=1280", "coordinator.prompts_per_step=1")
+    run = run_steps(real_model, tmp_path, 1, *words, "policy_trainer.compute_dtype=float32")
+    shown, _ = run.communicate(timeout=patient(600))
+    assert run.returncode == 0, shown
+    (step,) = (tmp_path / "demo-0-1" / "steps.jsonl").read_text().splitlines()
+    found = json.loads(step)
+    assert max(found["response_length_quantiles"]) == 1000
+    assert found["policy"]["trajectories"] == 2
+    assert found["policy"]["behavior_gap_max"] < 1e-3
+
+
 def test_adapters_of_a_pretrained_model_are_trained_and_pushed_alone(
     real_model: Path, reasoning_gym: Path, tmp_path: Path
 ) -> None:
