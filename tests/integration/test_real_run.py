@@ -98,10 +98,11 @@ def test_the_trainers_log_probs_of_a_thousand_tokens_are_the_engines(
     real_model: Path, reasoning_gym: Path, tmp_path: Path
 ) -> None:
     words = (
+        "coordinator.prompts_per_step=1",
         "coordinator.sampling.max_tokens=1000",
-        "coordinator.sampling.temperature=2.0",
-    )  # hardly ends
-    words += ("gateway.engine.max_sequence_tokens=1280", "coordinator.prompts_per_step=1")
+        "coordinator.sampling.temperature=2.0",  # the end of text is rarely drawn
+        "gateway.engine.max_sequence_tokens=1280",
+    )
     run = run_steps(real_model, tmp_path, 1, *words, "policy_trainer.compute_dtype=float32")
     shown, _ = run.communicate(timeout=patient(600))
     assert run.returncode == 0, shown
