@@ -30,6 +30,17 @@ before the start:
 | arguments | reason | alternative |
 |---|---|---|
 """
+WITHOUT_GPU = """
+## Without a GPU
+
+`make setup-sglang` adds plain torch code in place of SGLang's compiled kernels. It serves Llama,
+Qwen2 and Qwen3 in float32 and bfloat16, with EAGLE, EAGLE-3 and n-grams. The code is correct and
+slow. Use it for tests and trials.
+
+A pretrained model of 135M parameters is served and drafts by three tokens (`eagle:3_1_4`). Its
+greedy tokens are those of the unpatched SGLang without drafts, and the gateway receives the counts
+of drafted rounds (`tests/integration/gateway/test_real_sglang.py`).
+"""
 ROUTER = """
 ## SGLang's router in front
 
@@ -99,6 +110,7 @@ def sglang_page() -> str:
         *LAYOUTS.rstrip().split("\n"),
         *refusals(),
         *PROFILE.rstrip().split("\n"),
+        *WITHOUT_GPU.rstrip().split("\n"),
         *ROUTER.rstrip().split("\n"),
     ]
     return "\n".join(lines) + "\n"

@@ -3,6 +3,7 @@ tests.
 """
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -38,8 +39,15 @@ def test_a_pretrained_model_trains_two_steps_on_generated_tasks(
     real_model: Path, reasoning_gym: Path, tmp_path: Path
 ) -> None:
     run = run_steps(real_model, tmp_path, 2)
-    shown, _ = run.communicate(timeout=840)
+    begun = "".join(wait_for(run, "step 1/2"))
+    parent = psutil.Process(run.pid)
+    taken = sum(one.memory_full_info().pss for one in (parent, *parent.children(recursive=True)))
+    shown = begun + run.communicate(timeout=840)[0]
     assert run.returncode == 0, shown
+    told = re.search(r"memory: ([\d,]+) MiB of ", shown)
+    assert told, shown
+    planned = int(told[1].replace(",", "")) << 20
+    assert planned / 3 < taken < planned  # after the first step, all processes
     # one worker with all cores, and what it takes, are printed before the start
     assert "gateway 1 x " in shown
     assert "policy_trainer 1 x " in shown
@@ -84,6 +92,25 @@ def test_a_run_that_is_killed_whole_and_then_loses_its_rank_trains_every_sample(
     assert found["trajectories_published"] == found["trajectories_trained"] == steps * 4
     assert found["trajectories_lost"] == 0
     assert left_over(tmp_path) == []
+
+
+def test_the_trainers_log_probs_of_a_thousand_tokens_are_the_engines(
+    real_model: Path, reasoning_gym: Path, tmp_path: Path
+) -> None:
+    words = (
+        "coordinator.prompts_per_step=1",
+        "coordinator.sampling.max_tokens=1000",
+        "coordinator.sampling.temperature=2.0",  # the end of text is rarely drawn
+        "gateway.engine.max_sequence_tokens=1280",
+    )
+    run = run_steps(real_model, tmp_path, 1, *words, "policy_trainer.compute_dtype=float32")
+    shown, _ = run.communicate(timeout=patient(600))
+    assert run.returncode == 0, shown
+    (step,) = (tmp_path / "demo-0-1" / "steps.jsonl").read_text().splitlines()
+    found = json.loads(step)
+    assert max(found["response_length_quantiles"]) == 1000
+    assert found["policy"]["trajectories"] == 2
+    assert found["policy"]["behavior_gap_max"] < 1e-3
 
 
 def test_adapters_of_a_pretrained_model_are_trained_and_pushed_alone(
