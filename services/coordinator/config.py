@@ -10,8 +10,8 @@ from paceline.errors import ConfigError, InvalidInput
 from paceline.models.profiles import check_profile
 from paceline.services.coordinator.machine import settings
 from paceline.services.coordinator.trackers import TrackerName, check_trackers
-from paceline.tasks import MAX_SAMPLES, Columns
-from paceline.tasks.verifiers import is_environment, scores_itself
+from paceline.tasks import MAX_SAMPLES, Columns, scores_itself
+from paceline.tasks.verifiers import is_environment
 from paceline.trajectory import TEMPERATURE
 
 EXTERNAL = "external"
