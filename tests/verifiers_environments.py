@@ -44,6 +44,20 @@ class Sure(vf.MultiTurnEnv):  # type: ignore[misc]
         return [{"role": "user", "content": "Are you sure?"}]
 
 
+class Paid(Sure):
+    """Rewards the first turn itself."""
+
+    async def add_trajectory_step(self, state: Any, step: Any) -> None:
+        if not state["trajectory"]:
+            step["reward"] = 0.75
+        await super().add_trajectory_step(state, step)
+
+
+def paid(state: Any, **_: Any) -> float:
+    """The sum of the turns' rewards, as in the package's own rubric of Gym environments."""
+    return sum(float(turn["reward"] or 0.0) for turn in state["trajectory"])
+
+
 class OnlyRight(Sure):
     """Raises after an answer that is not the row's."""
 
@@ -107,8 +121,12 @@ def load_environment(kind: str = "single", fault: str = "") -> vf.Environment:
         return vf.ToolEnv(
             tools=[weather], max_turns=3, dataset=Dataset.from_list(asked), rubric=rubric
         )
-    if kind in ("group", "survivors"):
+    if kind.startswith("paid"):
+        rubric.add_reward_func(paid, weight=1.0)
+    if kind in ("group", "survivors", "paid_group"):
         rubric.add_reward_func(rank, weight=1.0)
+    if kind.startswith("paid"):
+        return Paid(max_turns=2, rubric=rubric, **data)
     if kind == "survivors":
         return OnlyRight(max_turns=2, rubric=rubric, **data)
     if kind == "failing":

@@ -105,6 +105,48 @@ async def test_a_rubric_of_groups_scores_siblings_together(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["paid", "paid_group"])
+async def test_a_turns_own_reward_reaches_its_turn_and_the_samples_return(
+    serve: Any, verifiers_python: str, kind: str
+) -> None:
+    async with serve() as served:
+        name, two = f"verifiers:tiny_sums?kind={kind}", slice(0, 2)
+        call = {"wanted": two, "samples_per_task": 2}
+        found = await run(served, name, verifiers_python, turn_discount=0.5, **call)
+        assert len(found) == 4
+        for one in found:
+            parts = one.reward.parts
+            total = parts["says"] + 0.5 * parts["brevity"] + parts["paid"] + parts.get("rank", 0.0)
+            tree, samples = [
+                await exported(served, one.session_id, form) for form in ("tree", "samples")
+            ]
+            assert parts["paid"] == 0.75
+            # the second turn, which the environment did not reward, has the rest of the rubric's
+            assert [turn["reward"] for turn in tree] == [0.75, None]
+            returns = [0.75 + 0.5 * (total - 0.75), total - 0.75]
+            assert [sample["reward"] for sample in samples] == pytest.approx(returns)
+            assert one.reward.value == pytest.approx(sum(returns) / 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("purpose", "turns"), [(tpb.PURPOSE_TRAIN, [0.75, None]), (tpb.PURPOSE_EVAL, [None, None])]
+)
+async def test_without_a_discount_the_samples_reward_is_the_rubrics(
+    serve: Any, verifiers_python: str, purpose: int, turns: list[float | None]
+) -> None:
+    async with serve() as served:
+        call = {"wanted": slice(0, 1), "samples_per_task": 1, "purpose": purpose}
+        name = "verifiers:tiny_sums?kind=paid"
+        (one,) = await run(served, name, verifiers_python, **call)
+        tree = await exported(served, one.session_id, "tree")
+    parts = one.reward.parts
+    total = parts["says"] + 0.5 * parts["brevity"] + parts["paid"]
+    assert one.reward.value == pytest.approx(total)
+    assert [turn["reward"] for turn in tree] == turns
+
+
+@pytest.mark.slow
 async def test_siblings_of_a_sample_that_fails_are_scored_without_it(
     serve: Any, verifiers_python: str
 ) -> None:
