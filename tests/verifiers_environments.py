@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 from typing import Any
 
@@ -78,6 +79,8 @@ class Failing(vf.SingleTurnEnv):  # type: ignore[misc]
         if state["answer"] == "one":
             if self.fault == "raises":
                 raise RuntimeError("the world has ended")
+            if self.fault == "exits":
+                sys.exit("the world has ended")
             if self.fault == "hangs":
                 await asyncio.sleep(3600)
             if self.fault == "blocks":
@@ -114,6 +117,13 @@ def load_environment(kind: str = "single", fault: str = "") -> vf.Environment:
         )
     data = {"dataset": Dataset.from_list(rows), "eval_dataset": Dataset.from_list(rows[:3])}
     rubric = vf.Rubric(funcs=[says, brevity], weights=[1.0, 0.5])
+    if kind == "completion":
+        asked = [{"prompt": "2+2=", "answer": "4"}]
+        return vf.SingleTurnEnv(
+            message_type="completion", dataset=Dataset.from_list(asked), rubric=rubric
+        )
+    if kind == "exits":
+        sys.exit("the environment wants no rollout")
     if kind == "multi":
         return Sure(max_turns=2, rubric=rubric, **data)
     if kind == "tools":
