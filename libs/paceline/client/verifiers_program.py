@@ -39,7 +39,7 @@ class Leader:
         kind = "" if environment.message_type == "completion" else "Chat"
         self._client = getattr(clients, f"OpenAI{kind}CompletionsClient")
         authority = ssl.create_default_context(cafile=order["authority"] or None)
-        self._gateway = AsyncClient(order["base_url"], "", verify=authority)
+        self._gateway = AsyncClient(order["base_url"], "", verify=authority, trust_env=False)
         self._samples: dict[str, asyncio.Task[None]] = {}  # by key
         # by group: the states that wait for siblings, by key, and their scoring
         self._waiting: dict[str, tuple[dict[str, Any], asyncio.Future[Any]]] = {}
