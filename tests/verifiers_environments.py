@@ -48,6 +48,13 @@ class Sure(vf.MultiTurnEnv):  # type: ignore[misc]
 class Paid(Sure):
     """Rewards the first turn itself."""
 
+    def __init__(self, again: str = "Are you sure?", **options: Any) -> None:
+        super().__init__(max_turns=2, **options)
+        self.again = again
+
+    async def env_response(self, messages: Any, state: Any, **_: Any) -> Any:
+        return [{"role": "user", "content": self.again}]
+
     async def add_trajectory_step(self, state: Any, step: Any) -> None:
         if not state["trajectory"]:
             step["reward"] = 0.75
@@ -106,15 +113,16 @@ def load_environment(kind: str = "single", fault: str = "") -> vf.Environment:
         for text, answer in zip(QUESTIONS, answers, strict=True)
     ]
     print("text of an environment on stdout")
-    if kind == "gcd":  # for the demo's policy, whose vocabulary is small
+    if kind in ("gcd", "gcd_paid"):  # for the demo's policy, whose vocabulary is small
         pairs = ("273:077", "584:496", "120:090", "084:036")
         asked = [{"question": f"{one}=", "answer": one[-1]} for one in pairs]
-        rubric = vf.Rubric(funcs=[says, brevity], weights=[1.0, 0.5])
-        return vf.SingleTurnEnv(
-            dataset=Dataset.from_list(asked),
-            eval_dataset=Dataset.from_list(asked[:3]),
-            rubric=rubric,
-        )
+        rubric = vf.Rubric(funcs=[says, brevity, paid], weights=[1.0, 0.5, 1.0])
+        options = {
+            "dataset": Dataset.from_list(asked),
+            "eval_dataset": Dataset.from_list(asked[:3]),
+            "rubric": rubric,
+        }
+        return vf.SingleTurnEnv(**options) if kind == "gcd" else Paid("273:077=", **options)
     data = {"dataset": Dataset.from_list(rows), "eval_dataset": Dataset.from_list(rows[:3])}
     rubric = vf.Rubric(funcs=[says, brevity], weights=[1.0, 0.5])
     if kind == "completion":
@@ -136,7 +144,7 @@ def load_environment(kind: str = "single", fault: str = "") -> vf.Environment:
     if kind in ("group", "survivors", "paid_group"):
         rubric.add_reward_func(rank, weight=1.0)
     if kind.startswith("paid"):
-        return Paid(max_turns=2, rubric=rubric, **data)
+        return Paid(rubric=rubric, **data)
     if kind == "survivors":
         return OnlyRight(max_turns=2, rubric=rubric, **data)
     if kind == "failing":

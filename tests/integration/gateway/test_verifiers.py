@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -310,7 +311,13 @@ def test_the_fault_of_a_dataset_is_told(verifiers_python: str) -> None:
         TaskFile("verifiers:tiny_sums?kind=exits", python=verifiers_python)
 
 
-def test_a_python_without_the_package_names_the_extra() -> None:
+@pytest.mark.skipif(find_spec("verifiers") is not None, reason="this Python has verifiers")
+def test_the_package_that_is_not_installed_names_the_extra() -> None:
+    with pytest.raises(InvalidInput, match=r"No module named 'verifiers'.*paceline\[verifiers\]"):
+        TaskFile("verifiers:tiny_sums")
+
+
+def test_a_python_that_does_not_exist_names_the_extra() -> None:
     config = GatewayConfig()
     assert config.run.verifiers_python == ""
     with pytest.raises(InvalidInput, match=r"paceline\[verifiers\]"):
