@@ -86,6 +86,8 @@ class Failing(vf.SingleTurnEnv):  # type: ignore[misc]
         if state["answer"] == "one":
             if self.fault == "raises":
                 raise RuntimeError("the world has ended")
+            if self.fault == "cancels":
+                raise asyncio.CancelledError("the world has ended")
             if self.fault == "exits":
                 sys.exit("the world has ended")
             if self.fault == "hangs":

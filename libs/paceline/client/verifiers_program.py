@@ -72,8 +72,8 @@ class Leader:
         async with self._gateway.attach(key) as session:
             try:
                 await self._reward(session, group, row, sampling)
-            except SystemExit as error:  # would end the child
-                raise RuntimeError("the environment exited") from error
+            except (SystemExit, asyncio.CancelledError) as error:  # an exit would end the child
+                raise RuntimeError(f"the rollout ended by {error!r}") from error
             finally:
                 self._waiting.get(group, ({},))[0].pop(key, None)
                 self._samples.pop(key, None)

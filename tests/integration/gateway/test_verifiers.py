@@ -217,6 +217,7 @@ async def test_the_same_call_draws_the_same_tokens(serve: Any, verifiers_python:
     ("fault", "words"),
     [
         ("raises", "RuntimeError: the world has ended"),
+        ("cancels", "caused by CancelledError: the world has ended"),
         ("exits", "caused by SystemExit: the world has ended"),
         ("silent", "without a turn"),
         ("rewardless", "no reward"),
