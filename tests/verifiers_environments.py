@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 from typing import Any
 
@@ -44,6 +45,27 @@ class Sure(vf.MultiTurnEnv):  # type: ignore[misc]
         return [{"role": "user", "content": "Are you sure?"}]
 
 
+class Paid(Sure):
+    """Rewards the first turn itself."""
+
+    def __init__(self, again: str = "Are you sure?", **options: Any) -> None:
+        super().__init__(max_turns=2, **options)
+        self.again = again
+
+    async def env_response(self, messages: Any, state: Any, **_: Any) -> Any:
+        return [{"role": "user", "content": self.again}]
+
+    async def add_trajectory_step(self, state: Any, step: Any) -> None:
+        if not state["trajectory"]:
+            step["reward"] = 0.75
+        await super().add_trajectory_step(state, step)
+
+
+def paid(state: Any, **_: Any) -> float:
+    """The sum of the turns' rewards, as in the package's own rubric of Gym environments."""
+    return sum(float(turn["reward"] or 0.0) for turn in state["trajectory"])
+
+
 class OnlyRight(Sure):
     """Raises after an answer that is not the row's."""
 
@@ -64,6 +86,10 @@ class Failing(vf.SingleTurnEnv):  # type: ignore[misc]
         if state["answer"] == "one":
             if self.fault == "raises":
                 raise RuntimeError("the world has ended")
+            if self.fault == "cancels":
+                raise asyncio.CancelledError("the world has ended")
+            if self.fault == "exits":
+                sys.exit("the world has ended")
             if self.fault == "hangs":
                 await asyncio.sleep(3600)
             if self.fault == "blocks":
@@ -89,17 +115,25 @@ def load_environment(kind: str = "single", fault: str = "") -> vf.Environment:
         for text, answer in zip(QUESTIONS, answers, strict=True)
     ]
     print("text of an environment on stdout")
-    if kind == "gcd":  # for the demo's policy, whose vocabulary is small
+    if kind in ("gcd", "gcd_paid"):  # for the demo's policy, whose vocabulary is small
         pairs = ("273:077", "584:496", "120:090", "084:036")
         asked = [{"question": f"{one}=", "answer": one[-1]} for one in pairs]
-        rubric = vf.Rubric(funcs=[says, brevity], weights=[1.0, 0.5])
-        return vf.SingleTurnEnv(
-            dataset=Dataset.from_list(asked),
-            eval_dataset=Dataset.from_list(asked[:3]),
-            rubric=rubric,
-        )
+        rubric = vf.Rubric(funcs=[says, brevity, paid], weights=[1.0, 0.5, 1.0])
+        options = {
+            "dataset": Dataset.from_list(asked),
+            "eval_dataset": Dataset.from_list(asked[:3]),
+            "rubric": rubric,
+        }
+        return vf.SingleTurnEnv(**options) if kind == "gcd" else Paid("273:077=", **options)
     data = {"dataset": Dataset.from_list(rows), "eval_dataset": Dataset.from_list(rows[:3])}
     rubric = vf.Rubric(funcs=[says, brevity], weights=[1.0, 0.5])
+    if kind == "completion":
+        asked = [{"prompt": "2+2=", "answer": "4"}]
+        return vf.SingleTurnEnv(
+            message_type="completion", dataset=Dataset.from_list(asked), rubric=rubric
+        )
+    if kind == "exits":
+        sys.exit("the environment wants no rollout")
     if kind == "multi":
         return Sure(max_turns=2, rubric=rubric, **data)
     if kind == "tools":
@@ -107,8 +141,12 @@ def load_environment(kind: str = "single", fault: str = "") -> vf.Environment:
         return vf.ToolEnv(
             tools=[weather], max_turns=3, dataset=Dataset.from_list(asked), rubric=rubric
         )
-    if kind in ("group", "survivors"):
+    if kind.startswith("paid"):
+        rubric.add_reward_func(paid, weight=1.0)
+    if kind in ("group", "survivors", "paid_group"):
         rubric.add_reward_func(rank, weight=1.0)
+    if kind.startswith("paid"):
+        return Paid(rubric=rubric, **data)
     if kind == "survivors":
         return OnlyRight(max_turns=2, rubric=rubric, **data)
     if kind == "failing":

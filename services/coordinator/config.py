@@ -10,8 +10,8 @@ from paceline.errors import ConfigError, InvalidInput
 from paceline.models.profiles import check_profile
 from paceline.services.coordinator.machine import settings
 from paceline.services.coordinator.trackers import TrackerName, check_trackers
-from paceline.tasks import MAX_SAMPLES, Columns
-from paceline.tasks.verifiers import is_environment, scores_itself
+from paceline.tasks import MAX_SAMPLES, Columns, scores_itself
+from paceline.tasks.verifiers import is_environment
 from paceline.trajectory import TEMPERATURE
 
 EXTERNAL = "external"
@@ -139,6 +139,11 @@ class CoordinatorConfig(ServiceConfig):
     reward: str = "math_answer"
     """Reward rule in the gateway; "agent": the agent posts the reward. Default of "verifiers:ID"
     and "openenv:URL", whose reward is their own: "agent".
+    """
+    turn_discount: float | None = Field(default=None, ge=0, le=1)
+    """Discount of later rewards in a task's session: each turn is a training sample of its own,
+    with the return R_t = r_t + turn_discount * R_(t+1). Empty: a branch is one sample, with the sum
+    of its rewards. Of agents' own tasks, the session's opener decides.
     """
     slots_per_worker: int = Field(default=1, ge=1)
     """Slots per worker: its tensor parallel size."""

@@ -159,6 +159,9 @@ async def test_a_client_of_a_gateway_on_another_host_goes_to_its_proxy_unless_ex
         options: Any = {"token": "", "max_retries": 0}
         async with AsyncClient(url, timeout_s=patient(5), **options) as client:
             assert (await client.openai.models.list()).data[0].id == "m"
+        async with AsyncClient(url, timeout_s=0.5, trust_env=False, **options) as direct:
+            with pytest.raises(PacelineError):
+                await direct.session()
         monkeypatch.setenv("no_proxy", "gateway.invalid")
         async with AsyncClient(url, timeout_s=0.5, **options) as exempt:
             with pytest.raises(PacelineError):

@@ -40,12 +40,21 @@ asyncio.run(main(sys.argv[1]))
 
 
 @pytest.mark.slow
-def test_an_environment_trains_two_steps(verifiers_python: str, tmp_path: Path) -> None:
-    settings = {
+@pytest.mark.parametrize(
+    ("name", "more", "turns"),
+    [
+        (GCD, {}, 1),
+        (f"{GCD}_paid", {"coordinator.turn_discount": "0.5"}, 2),  # each turn is a sample
+    ],
+)
+def test_an_environment_trains_two_steps(
+    verifiers_python: str, tmp_path: Path, name: str, more: dict[str, str], turns: int
+) -> None:
+    settings = more | {
         "run.verifiers_python": verifiers_python,
-        "coordinator.environment": GCD,
-        "coordinator.tasks_path": GCD,
-        "coordinator.heldout_path": f"{GCD}#eval",
+        "coordinator.environment": name,
+        "coordinator.tasks_path": name,
+        "coordinator.heldout_path": f"{name}#eval",
         "coordinator.reward": "agent",
         "coordinator.evaluation.reward": "agent",
         "coordinator.prompts_per_step": "2",
@@ -62,11 +71,12 @@ def test_an_environment_trains_two_steps(verifiers_python: str, tmp_path: Path) 
     run = tmp_path / "demo-0-1"
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["steps"], summary["phase"], summary["trajectories_lost"]) == (2, "finished", 0)
-    assert summary["trajectories_published"] == summary["trajectories_trained"] == 2 * 2 * 4
+    samples = 2 * 2 * 4 * turns
+    assert summary["trajectories_published"] == summary["trajectories_trained"] == samples
     for line in (run / "steps.jsonl").read_text().splitlines():
         step = json.loads(line)
-        assert set(step["reward_parts"]) == {"says", "brevity", "num_turns"}
-        assert step["reward_parts"]["num_turns"] == 1
+        assert set(step["reward_parts"]) == {"says", "brevity", "paid", "num_turns"}
+        assert step["reward_parts"]["num_turns"] == turns
 
 
 @pytest.mark.slow

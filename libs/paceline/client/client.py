@@ -33,9 +33,10 @@ class ClientCalls(Generic[S, OpenedSession, Claimed, Info]):
     """The calls of a client. `Client` returns results, `AsyncClient` returns awaitables.
 
     `token` is the gateway's; None uses the result of `find_token`. `verify` sets the
-    trusted authorities of TLS; a context may hold a client certificate. As in the
-    `openai` package, `timeout_s` limits an attempt and `max_retries` a call. Generations keep that
-    package's time-out.
+    trusted authorities of TLS; a context may hold a client certificate. `trust_env` False ignores
+    the variables for proxies, as for every loopback address. As in the `openai` package,
+    `timeout_s` limits an attempt and `max_retries` a call. Generations keep that package's
+    time-out.
     """
 
     _call: Callable[..., Any]
@@ -49,11 +50,12 @@ class ClientCalls(Generic[S, OpenedSession, Claimed, Info]):
         timeout_s: float = TIMEOUT_S,
         max_retries: int = MAX_RETRIES,
         verify: bool | ssl.SSLContext = True,
+        trust_env: bool = True,
     ) -> None:
         self._url, self._token, self._timeout_s = _root(base_url), token, timeout_s
         if token and not (token.isascii() and token.isprintable()):
             raise InvalidInput("the token does not fit a header", allowed="printable ASCII")
-        options = direct(self._url, verify)
+        options = direct(self._url, verify) | ({} if trust_env else {"trust_env": False})
         self._client = self._connect(
             options,
             api_key="none",

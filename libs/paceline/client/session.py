@@ -115,14 +115,19 @@ class SessionCalls(Generic[Info, Samples, Tree]):
         return {"api_key": self.api_key, "base_url": self.base_url, "default_headers": headers}
 
     def reward(
-        self, value: float, *, completion: str | None = None, accumulate: bool = False
+        self,
+        value: float,
+        *,
+        completion: str | None = None,
+        accumulate: bool = False,
+        parts: Mapping[str, float] | None = None,
     ) -> Info:
         """Sets the reward of the session, or of the turn with this completion id; with
-        `accumulate`, adds to it.
+        `accumulate`, adds to it. `parts`: of a session's reward, by name, for the run's records.
 
         A repeated call counts once. Raises FailedPrecondition when another reward is already set.
         """
-        body = reward_body(value, completion, accumulate)
+        body = reward_body(value, completion, accumulate) | calls.given(parts=parts)
         return self._call(self._client, self._path("/reward"), calls.reader(SessionInfo), body)
 
     def info(self) -> Info:
@@ -179,7 +184,8 @@ class SessionCalls(Generic[Info, Samples, Tree]):
             reason, message = "infra", type(error).__name__  # another agent may claim the task
         else:
             reason = "infra" if any(map(_is_infra, _causes(error))) else "data"
-            message = f"{type(error).__name__}: {error}"[:MESSAGE_CHARACTERS]
+            told = (f"{type(one).__name__}: {one}".rstrip(": ") for one in _causes(error))
+            message = ", caused by ".join(told)[:MESSAGE_CHARACTERS]
         return partial(end, "/fail", {"reason": reason, "message": message})
 
     @contextmanager

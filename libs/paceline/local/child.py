@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import signal
+from asyncio.subprocess import PIPE
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -21,7 +22,13 @@ import zmq
 
 from paceline.config import RunConfig
 from paceline.local.patience import patient
-from paceline.local.processes import child_environment, describe_exit, last_lines, last_words
+from paceline.local.processes import (
+    MAX_LINE_BYTES,
+    child_environment,
+    describe_exit,
+    last_lines,
+    last_words,
+)
 
 LIMIT_S = RunConfig().heartbeat_s
 """Default of run.heartbeat_s: maximum seconds of a child's stop."""
@@ -131,6 +138,42 @@ class Child:
         """The process of an executed program, with its pipes."""
         assert isinstance(self.process, asyncio.subprocess.Process)
         return self.process
+
+    @classmethod
+    async def piped(cls, *command: str, environment: Mapping[str, str] | None = None) -> Child:
+        """`execute` for a program that exchanges lines over stdin and stdout."""
+        pipes: dict[str, Any] = {"stdin": PIPE, "stdout": PIPE, "limit": MAX_LINE_BYTES}
+        return await cls.execute(*command, environment=environment, **pipes)
+
+    @property
+    def output(self) -> asyncio.StreamReader:
+        """Lines of a piped program."""
+        assert self.program.stdout is not None
+        return self.program.stdout
+
+    def send(self, line: bytes) -> None:
+        """Sends a line to a piped program without waiting; a lost one receives none."""
+        assert self.program.stdin is not None
+        if not self.program.stdin.is_closing():
+            self.program.stdin.write(line)
+
+    async def ask(self, line: bytes, limit_s: float) -> bytes:
+        """The next line of a piped program after it has received a line. Stops a program without a
+        whole answer; then raises ConnectionError, or TimeoutError after `limit_s`.
+        """
+        answer = b""
+        try:
+            async with asyncio.timeout(limit_s):
+                self.send(line)
+                assert self.program.stdin is not None
+                await self.program.stdin.drain()
+                answer = await self.output.readuntil(b"\n")
+        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
+            raise ConnectionError(str(error)) from error
+        finally:
+            if not answer:
+                await self.stop()
+        return answer
 
     async def wait(self) -> int:
         """Waits for the end and returns the exit status."""

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
+from typing import BinaryIO
 
 from paceline.errors import ConfigError, FailedPrecondition, InternalError
 
@@ -36,6 +37,8 @@ _MEANINGS = {
     EXIT_RUN_FAILED: "the run failed",
     EXIT_FULL: "memory or disk is full",
 }
+MAX_LINE_BYTES = 64 << 20
+"""Maximum bytes of one line between a piped program and its parent."""
 _PR_SET_PDEATHSIG = 1
 _TAIL_BYTES = 1 << 16
 _NOT_SHOWN = re.compile(r"[^\n\t\x20-\x7e\xa0-\U0010ffff]")
@@ -57,6 +60,23 @@ def die_with_parent(death_signal: int = signal.SIGKILL) -> bool:
     if os.getppid() != int(parent) and not exists(int(parent)):
         raise SystemExit(1)
     return True
+
+
+def reserve_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """(requests, answers) of a piped program (child.py): its stdin and stdout. Afterwards
+    descriptor 0 is empty and descriptor 1 is stderr.
+
+    The program dies with its parent (on Linux; elsewhere the closed pipe ends it between requests).
+    It ignores keyboard interrupts, because its parent ends it.
+    """
+    requests, answers = os.dup(0), os.dup(1)  # not inherited by programs that it starts
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
+    os.dup2(2, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()
+    return os.fdopen(requests, "rb"), os.fdopen(answers, "wb")
 
 
 def keep_files_private() -> None:

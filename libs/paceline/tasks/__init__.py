@@ -83,6 +83,33 @@ def _order(seed: int, epoch: int, count: int) -> array[int]:
     return order
 
 
+def scores_itself(environment: str) -> bool:
+    """Whether an environment has rewards of its own, so that no rule scores its samples."""
+    return environment.startswith(("verifiers:", "openenv:"))
+
+
+def options_of(text: str) -> dict[str, Any]:
+    """The options of a source, `NAME=VALUE&...`. A value is JSON, else the text itself. Raises
+    TaskFileError for another form.
+    """
+    pairs = [one.partition("=") for one in text.split("&") if one]
+    if not all(name and equals for name, equals, _ in pairs):
+        raise TaskFileError("options of a source", seen=text, allowed="NAME=VALUE&...")
+    return {name: _option_value(value) for name, _, value in pairs}
+
+
+def _option_value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def as_text(value: Any) -> str:
+    """Text unchanged; anything else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
 ROLES = ("system", "user", "assistant")
 MESSAGES = "messages"
 """Column of a conversation, and the metadata key under which a task carries it as JSON."""

@@ -14,15 +14,14 @@ Family, options, seed and index determine a task, so tasks are not stored. Anoth
 held-out tasks.
 """
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from paceline.tasks import SYSTEM, TaskFileError
-from paceline.tasks.verifiers import heldout_of, is_environment, option_value, scores_itself
+from paceline.tasks import SYSTEM, TaskFileError, as_text, options_of, scores_itself
+from paceline.tasks.verifiers import EVAL, is_environment
 
 SOURCE = "reasoning_gym:"
 """Begins a source; the part before the colon is also the name of the reward rule."""
@@ -59,9 +58,9 @@ def other_seed(source: str) -> str:
     """The same families with the next seed, or the same environment's evaluation dataset, for
     held-out tasks.
     """
-    if is_environment(source):
-        return heldout_of(source)
     families, _, seed = source.partition("#")
+    if is_environment(source):
+        return families + EVAL
     return f"{families}#{int(seed or 0) + 1}"
 
 
@@ -79,7 +78,10 @@ def generate_records(source: str) -> Iterator[tuple[int, Mapping[str, object]]]:
             if index < count:
                 number += 1
                 found = {"task_id": f"{name.partition('?')[0].partition('#')[0]}-{number}"}
-                asked = {"prompt": dataset[index]["question"], "answer": _answer(dataset, index)}
+                asked = {
+                    "prompt": dataset[index]["question"],
+                    "answer": as_text(dataset[index]["answer"]),
+                }
                 told = {SYSTEM: system} if system else {}
                 yield number, found | asked | told | {FAMILY: name, INDEX: str(index)}
 
@@ -92,11 +94,6 @@ def _counts(families: Sequence[tuple[Any, float]]) -> list[int]:
         return [len(dataset) for dataset, _ in families]
     share = min(len(dataset) / (weight or 1) for dataset, weight in families)
     return [max(1, round((weight or 1) * share)) for _, weight in families]
-
-
-def _answer(dataset: Any, index: int) -> str:
-    answer = dataset[index]["answer"]
-    return answer if isinstance(answer, str) else json.dumps(answer, default=str)
 
 
 @lru_cache(maxsize=64)
@@ -115,8 +112,7 @@ def _generator(family: str) -> tuple[Any, str, float]:
     name, _, text = named.partition("?")
     if name not in DATASETS:
         raise TaskFileError("no such family", seen=name, allowed=", ".join(sorted(DATASETS)))
-    pairs = (one.partition("=") for one in text.split("&") if one)
-    given = {key: option_value(value) for key, _, value in pairs}
+    given = options_of(text)
     options = {"size": SIZE} | given
     weight = options.pop("weight", 0)
     if "weight" in given and not (type(weight) in (int, float) and 0 < weight < math.inf):

@@ -76,7 +76,7 @@ class TaskSpec(_message.Message):
     def __init__(self, task_id: _Optional[str] = ..., prompt: _Optional[str] = ..., answer: _Optional[str] = ..., group_id: _Optional[str] = ..., task_index: _Optional[int] = ..., metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class RunTasksRequest(_message.Message):
-    __slots__ = ("context", "purpose", "tasks", "samples_per_task", "sampling", "run_seed", "environment", "reward", "forced_arm", "capture", "open_groups", "assigned", "silence_s", "arms")
+    __slots__ = ("context", "purpose", "tasks", "samples_per_task", "sampling", "run_seed", "environment", "reward", "forced_arm", "capture", "open_groups", "assigned", "silence_s", "arms", "turn_discount")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     PURPOSE_FIELD_NUMBER: _ClassVar[int]
     TASKS_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +91,7 @@ class RunTasksRequest(_message.Message):
     ASSIGNED_FIELD_NUMBER: _ClassVar[int]
     SILENCE_S_FIELD_NUMBER: _ClassVar[int]
     ARMS_FIELD_NUMBER: _ClassVar[int]
+    TURN_DISCOUNT_FIELD_NUMBER: _ClassVar[int]
     context: _trajectory_pb2.CommandContext
     purpose: _trajectory_pb2.Purpose
     tasks: _containers.RepeatedCompositeFieldContainer[TaskSpec]
@@ -105,7 +106,8 @@ class RunTasksRequest(_message.Message):
     assigned: bool
     silence_s: float
     arms: _containers.RepeatedCompositeFieldContainer[_engine_pb2.ArmStats]
-    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., purpose: _Optional[_Union[_trajectory_pb2.Purpose, str]] = ..., tasks: _Optional[_Iterable[_Union[TaskSpec, _Mapping]]] = ..., samples_per_task: _Optional[int] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., run_seed: _Optional[int] = ..., environment: _Optional[str] = ..., reward: _Optional[str] = ..., forced_arm: _Optional[str] = ..., capture: _Optional[bool] = ..., open_groups: _Optional[int] = ..., assigned: _Optional[bool] = ..., silence_s: _Optional[float] = ..., arms: _Optional[_Iterable[_Union[_engine_pb2.ArmStats, _Mapping]]] = ...) -> None: ...
+    turn_discount: float
+    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., purpose: _Optional[_Union[_trajectory_pb2.Purpose, str]] = ..., tasks: _Optional[_Iterable[_Union[TaskSpec, _Mapping]]] = ..., samples_per_task: _Optional[int] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., run_seed: _Optional[int] = ..., environment: _Optional[str] = ..., reward: _Optional[str] = ..., forced_arm: _Optional[str] = ..., capture: _Optional[bool] = ..., open_groups: _Optional[int] = ..., assigned: _Optional[bool] = ..., silence_s: _Optional[float] = ..., arms: _Optional[_Iterable[_Union[_engine_pb2.ArmStats, _Mapping]]] = ..., turn_discount: _Optional[float] = ...) -> None: ...
 
 class WatchGroupsRequest(_message.Message):
     __slots__ = ()

@@ -94,6 +94,7 @@ class TaskSource:
             environment=config.environment,
             reward=config.reward,
             capture=capture,
+            turn_discount=config.turn_discount,
             silence_s=config.step_deadline_s / 2,
         )
 

@@ -6,7 +6,6 @@ rule, settings or infrastructure.
 
 import asyncio
 import sys
-from asyncio.subprocess import PIPE
 
 from paceline.errors import ConfigError, DataLoss, DeadlineExceeded, Unavailable
 from paceline.local import patience, user_directory
@@ -78,13 +77,8 @@ class ChildPlace:
         if not self.closed and (self._child is None or self._child.ended.done()):
             self._loaded.clear()
             try:
-                self._child = await Child.execute(
-                    *(sys.executable, "-c", _START),
-                    environment={"TMPDIR": str(user_directory.process_directory())},
-                    stdin=PIPE,
-                    stdout=PIPE,
-                    limit=child_program.MAX_BYTES,
-                )
+                place = {"TMPDIR": str(user_directory.process_directory())}
+                self._child = await Child.piped(sys.executable, "-c", _START, environment=place)
             except OSError as error:
                 message = f"a child process of the rewards cannot start: {error}"
                 raise Unavailable(message) from error
@@ -95,22 +89,16 @@ class ChildPlace:
 
 
 async def _ask(child: Child, request: RuleRequest, deadline_s: float) -> Scored | Raised:
-    line, program = child_program.encode(request), child.program
-    assert program.stdin is not None
-    assert program.stdout is not None
-    answer: child_program.Answer | None = None
     try:
-        async with patience.deadline(deadline_s, "a child process of the rewards did not answer"):
-            program.stdin.write(line)
-            await program.stdin.drain()
-            answer = await child_program.receive(program.stdout)
-    except (OSError, asyncio.IncompleteReadError, DataLoss) as error:
+        line = await child.ask(child_program.encode(request), deadline_s)
+        answer = child_program.ANSWERS.decode(line)
+    except TimeoutError as error:
+        message = "a child process of the rewards did not answer"
+        raise DeadlineExceeded(message, seen=f"{deadline_s} s") from error
+    except (OSError, DataLoss) as error:
         await child.stop()
         seen = f"exit code {child.returncode}: {error}"
         raise Unavailable("a child process of the rewards was lost", seen=seen) from error
-    finally:
-        if answer is None:
-            await child.stop()
     if isinstance(answer, child_program.Refused):
         await child.stop()  # the next child reads a corrected file
         raise ConfigError(answer.message, seen=answer.seen, allowed=answer.allowed)

@@ -7,20 +7,16 @@ reads stdin gets end of file. The process imports no more than the rules need.
 
 import asyncio
 import inspect
-import os
-import signal
 import traceback
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from paceline.errors import ConfigError, DataLoss, InvalidInput
-from paceline.local.processes import die_with_parent
+from paceline.errors import ConfigError, InvalidInput
+from paceline.local.processes import MAX_LINE_BYTES, reserve_pipes
 from paceline.plugins import import_object
 from paceline.services.rollout_gateway.environments import Episode
 from paceline.tagged_json import TaggedJson
 
-MAX_BYTES = 64 << 20
-"""Maximum bytes of one message."""
 MAX_TRACE = 4000
 """Maximum characters of an exception's text in a message; the end is kept."""
 ALLOWED = (
@@ -67,29 +63,17 @@ ANSWERS = TaggedJson[Answer](Refused, Raised, Scored)
 
 
 def encode(message: RuleRequest | Answer) -> bytes:
-    """The message as one line. Raises InvalidInput above MAX_BYTES."""
+    """The message as one line. Raises InvalidInput above MAX_LINE_BYTES."""
     body = REQUESTS.encode(message) if isinstance(message, RuleRequest) else ANSWERS.encode(message)
-    if len(body) >= MAX_BYTES:
+    if len(body) >= MAX_LINE_BYTES:
         text, seen = "an episode is too large for a child process", f"{len(body)} bytes"
-        raise InvalidInput(text, seen=seen, allowed=MAX_BYTES)
+        raise InvalidInput(text, seen=seen, allowed=MAX_LINE_BYTES)
     return body + b"\n"
-
-
-async def receive(reader: asyncio.StreamReader) -> Answer:
-    """The child's next answer.
-
-    Raises IncompleteReadError at the end of the stream, DataLoss for a line that is too long or no
-    answer.
-    """
-    try:
-        return ANSWERS.decode(await reader.readuntil(b"\n"))
-    except asyncio.LimitOverrunError as error:
-        raise DataLoss("a message is too long", allowed=MAX_BYTES) from error
 
 
 def read(file: BinaryIO) -> RuleRequest | None:
     """The gateway's next request, from a blocking file; None at its end. Raises DataLoss."""
-    line = file.readline(MAX_BYTES)
+    line = file.readline(MAX_LINE_BYTES)
     return REQUESTS.decode(line) if line.endswith(b"\n") else None
 
 
@@ -128,22 +112,6 @@ def build_rule(path: str) -> Any:
     return rule
 
 
-def _reserve_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """(requests, answers). Afterwards descriptor 0 is empty and descriptor 1 is stderr.
-
-    The child dies with the gateway (on Linux; elsewhere the closed pipe ends it between calls). It
-    ignores keyboard interrupts, because the gateway ends it.
-    """
-    requests, answers = os.dup(0), os.dup(1)  # not inherited by programs that the child starts
-    empty = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(empty, 0)
-    os.close(empty)
-    os.dup2(2, 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent()
-    return os.fdopen(requests, "rb"), os.fdopen(answers, "wb")
-
-
 def _answer(request: RuleRequest, rules: dict[str, Any], runner: asyncio.Runner) -> Answer:
     episode = request.episode
     try:
@@ -158,7 +126,7 @@ def _answer(request: RuleRequest, rules: dict[str, Any], runner: asyncio.Runner)
 
 def main() -> None:
     """Answer one request at a time until the gateway closes the pipe."""
-    requests, answers = _reserve_pipes()
+    requests, answers = reserve_pipes()
     rules: dict[str, Any] = {}
     with asyncio.Runner() as runner:
         while (request := read(requests)) is not None:

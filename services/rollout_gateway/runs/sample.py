@@ -171,7 +171,7 @@ class SampleRuns:
         seed = request_seed(request.run_seed, request.context.step, task.task_id, job.sample_index)
         hosted = verifiers.is_environment(request.environment)
         overrides = hosted or gateway.config.sessions.untrainable == "override"
-        sampling = request.sampling
+        sampling, by_turn = request.sampling, job.trains and request.HasField("turn_discount")
         return Assignment(
             run_id=request.context.run_id,
             step=request.context.step,
@@ -182,6 +182,7 @@ class SampleRuns:
             sample_index=job.sample_index,
             trainable=job.trains,
             temperature=sampling.temperature,
+            turn_discount=request.turn_discount if by_turn else None,
             seed=seed,
             capture=request.capture and job.trains and gateway.captures(seed),
             override=overrides and is_offered(request.environment),

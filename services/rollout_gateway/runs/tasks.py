@@ -144,6 +144,8 @@ class TaskRuns:
                 await _prepare(found, request)
         if request.reward != sampled.AGENT:
             await self._gateway.rewards.check(request.reward)
+        if not 0 <= request.turn_discount <= 1:
+            raise InvalidInput("turn_discount", seen=request.turn_discount, allowed="0 to 1")
         if request.purpose == tpb.PURPOSE_TRAIN:
             check_trainable(wire.sampling_from(request.sampling))
 

@@ -153,6 +153,8 @@ class Session:
             message = "a reward is a finite number"
             raise errors.InvalidInput(message, seen=grant.value, allowed=REWARD_RANGE)
         turn = self._turn(grant.completion_id)
+        if turn is not None and grant.parts:
+            raise errors.InvalidInput("parts of a turn's reward", allowed="of a session's reward")
         known = self.reward if turn is None else turn.reward
         if grant.accumulate:
             known = self._accumulated(grant, known)

@@ -147,6 +147,19 @@ async def test_with_turn_discount_every_turn_is_a_sample_with_its_return(
         assert_each_said_token_trains_once(samples, await agent.export("tree"))
 
 
+async def test_a_sessions_reward_has_parts_and_a_turns_has_none(serve_gateway: Any) -> None:
+    async with serve_gateway(**ONE) as served:
+        agent = await opened(served)
+        first = await agent.chat([user("2+2=")])
+        refused = await agent.reward(
+            0.5, completion_id=first["id"], parts={"form": 0.5}, status=400
+        )
+        assert "parts" in refused["error"]["message"]
+        await agent.reward(0.5, parts={"form": 0.5, "answer": 0.0})
+        (sample,) = await agent.export("samples")
+        assert (sample["reward"], sample["reward_parts"]) == (0.5, {"form": 0.5, "answer": 0.0})
+
+
 async def test_rewards_twice_in_conflict_accumulated_and_late(serve_gateway: Any) -> None:
     async with serve_gateway(**ONE) as served:
         agent = await opened(served)

@@ -260,8 +260,8 @@ async def test_the_frozen_drafter_of_the_pretrained_model_learns_from_its_answer
     one = real_options(tmp_path, "frozen")
     learned = tmp_path / "drafter-100/checkpoint/speculator"
     assert await e2e._plan(one, 0, "frozen", 20).flags() == ("--frozen-drafter", str(learned))
-    continued = await e2e._plan(one, 1, "continued", 20).flags()
-    assert continued == (f"gateway.drafter={learned}", f"drafter_trainer.drafter={learned}")
+    co_trained = await e2e._plan(one, 1, "cotrained", 20).flags()
+    assert co_trained == (f"gateway.drafter={learned}", f"drafter_trainer.drafter={learned}")
     (answered,), (words,) = drawn, trained
     assert answered.model.name == "SmolLM2-135M-Instruct"
     assert (answered.max_tokens, answered.system) == (24, "Reply with the number alone.")

@@ -76,11 +76,14 @@ async def test_calls_of_a_session_carry_its_key(gateway: ScriptedGateway, client
     reward = dict(last(gateway).body)
     assert len(reward.pop("idempotency_key")) >= 16
     assert reward == {"value": 1.0, "completion_id": "chatcmpl-7", "accumulate": True}
+    await session.reward(0.5, parts={"form": 0.25})
+    assert last(gateway).body["parts"] == {"form": 0.25}
     await client.attach("key-of-s1").info()
-    assert [one.headers["authorization"] for one in gateway.seen[1:]] == ["Bearer key-of-s1"] * 4
+    assert [one.headers["authorization"] for one in gateway.seen[1:]] == ["Bearer key-of-s1"] * 5
     assert gateway.paths()[1:] == [
         "GET /v1/models",
         "GET /v1/sessions/s1",
+        "POST /v1/sessions/s1/reward",
         "POST /v1/sessions/s1/reward",
         "GET /v1/sessions/current",
     ]
@@ -100,6 +103,11 @@ async def test_leaving_the_block_completes_without_a_reward(
     assert gateway.paths().count("POST /v1/sessions/s1/complete") == 2
 
 
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "path", "body"),
     [
@@ -110,6 +118,11 @@ async def test_leaving_the_block_completes_without_a_reward(
         ),
         (Unavailable("the tool server is away"), "fail", {"reason": "infra"}),
         (ConnectionResetError(), "fail", {"reason": "infra"}),
+        (
+            caused(RuntimeError(), ValueError("no tool")),
+            "fail",
+            {"reason": "data", "message": "RuntimeError, caused by ValueError: no tool"},
+        ),
         (httpx.ReadError("reset"), "fail", {"reason": "infra"}),
         (
             openai.APITimeoutError(httpx2.Request("GET", "http://h")),

@@ -52,6 +52,7 @@ class RewardBody(shapes.Shape):
     completion_id: Name = ""
     accumulate: bool = False
     idempotency_key: Name = ""
+    parts: dict[Name, Value] = Field(default={}, max_length=256)
 
     def grant(self) -> Grant:
         """The session's Grant."""

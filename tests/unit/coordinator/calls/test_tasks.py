@@ -100,6 +100,13 @@ def test_a_sample_that_is_silent_ends_before_the_run_does(tmp_path: Path) -> Non
     assert [request.silence_s for request in requests] == [30.0, 30.0]
 
 
+def test_turns_are_samples_of_training_alone(tmp_path: Path) -> None:
+    made = source(tmp_path, turn_discount=0.0)
+    requests = made.step_request(0, 1), made.evaluation_request(Evaluation.ACCURACY, 0, 1)
+    assert [request.HasField("turn_discount") for request in requests] == [True, False]
+    assert not source(tmp_path).step_request(0, 1).HasField("turn_discount")
+
+
 def test_the_probe_forces_its_arm_on_its_own_prompts(tmp_path: Path) -> None:
     request = source(tmp_path).evaluation_request(Evaluation.PROBE, 10, 5)
     assert (request.forced_arm, len(request.tasks), request.capture) == ("eagle:5_1_6", 2, False)
