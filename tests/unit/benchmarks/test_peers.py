@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import Counter
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import psutil
 import pytest
 from random_models import save_random
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
@@ -67,6 +69,21 @@ async def test_real_engines_take_turns_and_give_the_same_greedy_tokens(
     page = (tmp_path / "page.md").read_text()
     assert "| case | paceline | transformers | paceline / transformers |" in page
     assert page.count("| prefill 32 |") == 1
+
+
+async def test_busy_processes_run_beside_the_peers_and_end_with_them(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids = tmp_path / "pids"
+    noted = f"import os; print(os.getpid(), file=open({str(pids)!r}, 'a', buffering=1))"
+    monkeypatch.setattr(peers, "BUSY", (sys.executable, "-c", f"{noted}\nwhile True: pass"))
+    words = ["--dtype", "float32", "--turns", "1", "--batches", "1", "--new-tokens", "4"]
+    words += ["--prefill", "16", "--threads", "1", "--peers", "transformers", "--busy", "2"]
+    result = await peers.run(options(*words, "--model", str(model)))
+    assert "2 busy processes" in result.title
+    started = pids.read_text().split()
+    assert len(started) == 2 * 2  # beside decoding, and beside prefills
+    assert not any(map(psutil.pid_exists, map(int, started)))
 
 
 async def test_a_peer_that_dies_in_a_turn_is_named_with_its_last_words(
