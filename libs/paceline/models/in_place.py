@@ -141,20 +141,29 @@ class ServedModel:
 
 def serve_staged(weights: DecoderWeights, staged: StagedWeights) -> DecoderWeights:
     """The weights after copying each tensor of a version, staged for the same model and profile,
-    into the present storages.
+    into the present storages; `weights` itself if the version has the same numbers.
 
     If a copy raises, earlier tensors are new and later tensors are old.
     """
-    found = storages(weights)
+    found, changed = storages(weights), False
     for name, tensor in staged.tensors.items():
-        overwrite(found[name], tensor)
-    return replace(weights, head_hash=staged.head_hash)
+        changed |= overwrite(found[name], tensor)
+    return replace(weights, head_hash=staged.head_hash) if changed else weights
 
 
-def overwrite(storage: Tensor, numbers: Tensor) -> None:
-    """Replaces the numbers of a serving storage."""
+def overwrite(storage: Tensor, numbers: Tensor) -> bool:
+    """Replaces the numbers of a serving storage. Returns False if the storage had them before: a
+    step without a gradient leaves the weights as they are.
+    """
+    if storage.device == numbers.device and torch.equal(*map(_bits, (storage, numbers))):
+        return False
     storage.copy_(numbers)
     products.renew_copy(storage)
+    return True
+
+
+def _bits(numbers: Tensor) -> Tensor:
+    return numbers.view(torch.uint8)
 
 
 def beside(weights: DecoderWeights, staged: StagedWeights) -> DecoderWeights:

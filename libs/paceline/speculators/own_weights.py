@@ -1,8 +1,9 @@
 """Drafts with the policy's own weights, rounded to four bits (EfficientRollout, arXiv 2606.18967).
 
-The copy follows the policy at each commit, so it needs no training and is never stale. It attends
-to the policy's own keys and values, and writes those of its drafts behind them; verification writes
-the same cells again before anything else reads them. So it has no cache and nothing to catch up.
+The copy follows the policy, so it needs no training and is never stale: the first draft after a
+commit renews it. It attends to the policy's own keys and values, and writes those of its drafts
+behind them. Verification writes the same cells again before anything else reads them, so the copy
+has no cache.
 
 Drafts use the request's own noise. A rounded policy nearly always draws the policy's token with it,
 at any temperature. Every token is still the policy's draw: see engines/embedded/verify.py.
@@ -32,20 +33,31 @@ class SelfDrafter(base.Speculator):
         self.bind(setup.target)
 
     def bind(self, target: decoder.DecoderWeights) -> None:
-        """Rounds this target's weights, matrix by matrix. Raises MissingCapability on a GPU."""
+        """Drafts for this target, whose weights are rounded before the next draft. Raises
+        MissingCapability on a GPU.
+        """
         if target.head.device.type != "cpu":
             message = "the drafter `self` has products for the CPU only"
             raise MissingCapability(message, seen=target.head.device, allowed="cpu")
         self.release()
-        self._head = quantised.packed(target.head)
-        self._weights = replace(target, layers=tuple(map(_rounded, target.layers)))
+        self._unrounded = target
 
     def release(self) -> None:
         """Frees the rounded weights until `bind`."""
-        self._weights = self._head = None  # type: ignore[assignment]
+        self._unrounded: decoder.DecoderWeights | None = None
+        self._weights: decoder.DecoderWeights = None  # type: ignore[assignment]
+        self._head: quantised.PackedMatrix = None  # type: ignore[assignment]
+
+    def catch_up(self, batch: base.DraftBatch) -> None:
+        """Rounds the weights of a new target, matrix by matrix."""
+        if (target := self._unrounded) is not None:
+            self._head = quantised.packed(target.head)
+            self._weights = replace(target, layers=tuple(map(_rounded, target.layers)))
+            self._unrounded = None
 
     def propose(self, batch: base.DraftBatch, shape: base.DraftShape) -> base.Drafts:
         """The chain of the draws of the rounded policy."""
+        self.catch_up(batch)
         device = batch.token_ids.device
         rows = cache.cache_rows(batch.slots)
         lengths = torch.tensor(batch.lengths, device=device)

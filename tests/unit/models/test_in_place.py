@@ -81,6 +81,18 @@ def test_twenty_updates_keep_every_address_and_end_with_the_bits_of_a_fresh_load
         assert_equal(bits(weights), fresh[update % 3])
 
 
+@pytest.mark.parametrize("profile", NAMES)
+def test_a_version_with_the_served_numbers_changes_nothing(
+    profile: str, versions: list[Path]
+) -> None:
+    model = model_of(versions[0], profile)
+    weights = model.load(versions[0])
+    assert serve_staged(weights, model.staged(versions[0])) is weights
+    changed = serve_staged(weights, model.staged(versions[1]))
+    assert changed is not weights
+    assert serve_staged(changed, model.staged(versions[1])) is changed
+
+
 @pytest.mark.parametrize("family", ["llama-tied", "qwen2"])
 def test_heads_that_are_tied_and_biases_are_updated_too(family: str, tmp_path: Path) -> None:
     for seed in range(2):

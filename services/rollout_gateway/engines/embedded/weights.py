@@ -67,8 +67,9 @@ class EngineWeights:
         write = in_place.serve_staged if same_profile else in_place.beside
         try:
             if not self._released:  # else `resume` reads it
-                self.policy = write(self.policy, new)
-                self._speculation.bind(self.policy)
+                before, self.policy = self.policy, write(self.policy, new)
+                if self.policy is not before:
+                    self._speculation.bind(self.policy)
         except Exception as error:
             message = f"an update of the policy was interrupted: {type(error).__name__}: {error}"
             raise EngineBroken(message) from error

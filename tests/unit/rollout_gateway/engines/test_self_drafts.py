@@ -88,13 +88,26 @@ def test_drafts_are_those_of_the_committed_policy_from_its_commit_on(folder: Pat
     assert accepted_share(engine) > ACCEPTED
 
 
+def test_weights_are_rounded_again_only_for_a_version_with_other_numbers(folder: Path) -> None:
+    engine = build(folder, "later", verify_budget=False)
+    generate(engine)
+    drafter = engine._speculation.drafters.live["self"]
+    rounded = drafter._weights
+    for version, same in ((1, True), (2, False)):
+        engine.prepare_weights(Target.POLICY, version, folder / ("later" if same else "policy"))
+        engine.commit_weights(VersionSet(version, version, 0), PauseMode.RETRACT)
+        generate(engine)
+        assert (drafter._weights is rounded) == same
+        assert accepted_share(engine) > ACCEPTED
+
+
 def test_rounded_weights_are_freed_with_the_policys_and_come_back(folder: Path) -> None:
     engine = build(folder, memory_saver=True)
     expected = generate(engine)
     drafter = engine._speculation.drafters.live["self"]
     engine.release_memory()
     gc.collect()
-    assert vars(drafter) == {"_head": None, "_weights": None}
+    assert set(vars(drafter).values()) == {None}
     held = live_bytes()
     engine.resume_memory()
     assert live_bytes() > held
