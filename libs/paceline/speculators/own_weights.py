@@ -28,6 +28,9 @@ class SelfDrafter(base.Speculator):
 
     capture = base.CaptureSpec(last=False)
     uses_noise = True
+    _unrounded: decoder.DecoderWeights | None
+    _weights: decoder.DecoderWeights | None
+    _head: quantised.PackedMatrix | None
 
     def __init__(self, setup: base.SpeculatorSetup) -> None:
         self.bind(setup.target)
@@ -44,9 +47,7 @@ class SelfDrafter(base.Speculator):
 
     def release(self) -> None:
         """Frees the rounded weights until `bind`."""
-        self._unrounded: decoder.DecoderWeights | None = None
-        self._weights: decoder.DecoderWeights = None  # type: ignore[assignment]
-        self._head: quantised.PackedMatrix = None  # type: ignore[assignment]
+        self._unrounded = self._weights = self._head = None
 
     def catch_up(self, batch: base.DraftBatch) -> None:
         """Rounds the weights of a new target, matrix by matrix."""
@@ -84,6 +85,8 @@ class SelfDrafter(base.Speculator):
         """Logits [B, V] behind tokens int64 [B] at positions int64 [B]."""
         assert batch.kv is not None
         weights, length = self._weights, max(batch.lengths) + step
+        assert weights is not None
+        assert self._head is not None
         block = decoder.make_block(
             weights.config, weights.rotation, batch.kv, rows, positions[:, None], length
         )
