@@ -27,14 +27,13 @@ def test_a_starved_run_loses_no_process_and_trains_the_tokens_of_an_undisturbed_
         timeout=patient(500),
         check=False,
     )
-    assert run.returncode == 0, run.stdout
-    assert run.stdout.splitlines()[-1] == str(out)
+    assert run.stdout.splitlines()[-1] == str(out), run.stdout
     found = json.loads(out.read_text())
     (seed,) = found["seeds"]
     assert not any(seed["wrong"].values()), seed["wrong"]
     assert seed["parts"]["trained"] == 2 * 8 * 16
     assert len(seed["stops"]) >= 10  # each service, rank, engine worker and Redis
     # Two steps may be too short for a promotion, which takes the time that rollouts leave idle.
-    judged = [one for one in found["goals"] if not one["name"].startswith("promotions")]
-    assert len(judged) == len(found["goals"]) - 1
-    assert all(goal["met"] for goal in judged)
+    missed = {goal["name"] for goal in found["goals"] if not goal["met"]}
+    assert missed <= {"promotions in each seed, at least"}, run.stdout
+    assert run.returncode == bool(missed)
