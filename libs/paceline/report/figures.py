@@ -1,19 +1,19 @@
-"""The charts of a run by RL step, one entry of a table each.
+"""Draws the charts of a run by RL step; charts.toml describes them.
 
 A figure that a step did not measure is a gap in its line.
 """
 
-from collections.abc import Callable, Sequence
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 from paceline.report import charts
 from paceline.report.charts import Series
-from paceline.report.journal import ACCURACY, PROBE, RunHistory
-from paceline.report.solved import BY_ALL, BY_NONE, BY_SOME
-from paceline.streams.journal import SlotUse
+from paceline.report.journal import PROBE, RunHistory
 from paceline.v1.coordinator_pb2 import StepRecord
 
 _NAN = float("nan")
@@ -32,20 +32,19 @@ class OtherRun(NamedTuple):
     settings: Sequence[tuple[str, str, str]]  # that differ: key, value here, value there
 
 
-Of = Callable[[StepRecord], float]
-"""A figure of a step; NaN if the step did not measure it."""
-Lines = Callable[[RunHistory], list[Series]]
-
-
 class Chart(NamedTuple):
-    """Lines or columns by RL step."""
+    """Lines or columns by RL step; charts.toml explains the fields."""
 
     title: str
     note: str
-    lines: Lines
+    figures: Sequence[str] = ()
+    map: str = ""
+    prefix: str = ""
+    per: str = ""
+    evaluations: Sequence[str] = ()
     stacked: bool = False
-    smooth: bool = False  # running means, with the raw values faint behind them
-    swaps: bool = False  # dashes at the steps that a new drafter serves first
+    smooth: bool = False
+    swaps: bool = False
 
     def draw(self, history: RunHistory, other: OtherRun | None = None) -> str:
         """The drawing as SVG; empty if nothing was measured. Lines of the other run are dashed, in
@@ -53,7 +52,7 @@ class Chart(NamedTuple):
         """
         series = [
             replace(one, color="c7" if one.name in _GREY else f"c{i}")
-            for i, one in enumerate(self.lines(history)[:_LINES])
+            for i, one in enumerate(self._lines(history)[:_LINES])
         ]
         if self.stacked:
             return charts.stacked_columns(series, y_label=self.title)
@@ -63,13 +62,52 @@ class Chart(NamedTuple):
         if other:
             series += [
                 replace(one, name=f"{one.name} of {other.run_id}", color=colors[one.name])
-                for one in self.lines(other.history)
+                for one in self._lines(other.history)
                 if one.name in colors
             ]
         if self.smooth:
             series = raw + [one if one.dots else _smoothed(one) for one in series]
         marks = _swaps(history.records) if self.swaps else ()
         return charts.line_chart(series, y_label=self.title, marks=marks)
+
+    def _lines(self, history: RunHistory) -> list[Series]:
+        """The lines of figures, then of keys, then the evaluations by finished steps."""
+        found: dict[str, Of] = {_label(one): partial(_value, path=one) for one in self.figures}
+        found |= {key.removeprefix(self.prefix): self._of(key) for key in self._keys(history)}
+        lines = [
+            Series(name, [(one.step + 1.0, of(one)) for one in history.records])
+            for name, of in found.items()
+        ]
+        for kind in self.evaluations:
+            name = history.widest_pass if kind == "widest_pass" else kind
+            points = [(float(steps), value) for steps, value in history.evaluated(name)]
+            label = "probe" if name == PROBE else f"held-out {name}"
+            lines += [Series(label, points, dots=True)] if name else []
+        return lines
+
+    def _keys(self, history: RunHistory) -> Iterator[str]:
+        """Keys of the map in any step that begin with the prefix."""
+        keys = {key for one in history.records if self.map for key in getattr(one, self.map)}
+        for key in sorted(keys, key=lambda key: (key in _GREY, len(key), key)):
+            if key.startswith(self.prefix):
+                yield key
+
+    def _of(self, key: str) -> "Of":
+        """The figure of a key: its value, or its share of the map or part of another map."""
+
+        def value(record: StepRecord) -> float:
+            whole = 1.0
+            if self.per == self.map:
+                whole = sum(getattr(record, self.map).values())
+            elif self.per:
+                whole = getattr(record, self.per).get(key, 0)
+            return _ratio(_value(record, f"{self.map}/{key}"), whole)
+
+        return value
+
+
+Of = Callable[[StepRecord], float]
+"""A figure of a step; NaN if the step did not measure it."""
 
 
 def _smoothed(series: Series) -> Series:
@@ -85,191 +123,45 @@ def _swaps(records: Sequence[StepRecord]) -> list[float]:
     ]
 
 
-def _values(*figures: str | tuple[str, Of]) -> Lines:
-    """A line for each path in the record, such as "policy/loss", or for a label and a function."""
-    named = [
-        (one.rpartition("/")[2].removesuffix("_s").replace("_", " "), partial(_value, path=one))
-        if isinstance(one, str)
-        else one
-        for one in figures
-    ]
-    return lambda history: [
-        Series(name, [(one.step + 1.0, of(one)) for one in history.records]) for name, of in named
-    ]
-
-
-def _value(record: StepRecord, path: str) -> float:
-    field, _, key = path.partition("/")
-    value = getattr(record, field)
-    return float(value.get(key, _NAN) if key else value)
-
-
-def _keys(
-    field: str, prefix: str = "", divisor: Callable[[StepRecord, str], float] = lambda one, key: 1.0
-) -> Lines:
-    """A line for each key of a map of the record that begins with `prefix`."""
-
-    def value(record: StepRecord, key: str) -> float:
-        return _ratio(_value(record, f"{field}/{key}"), divisor(record, key))
-
-    def lines(history: RunHistory) -> list[Series]:
-        keys = {key for one in history.records for key in getattr(one, field)}
-        return [
-            Series(
-                key.removeprefix(prefix),
-                [(one.step + 1.0, value(one, key)) for one in history.records],
-            )
-            for key in sorted(keys, key=lambda key: (key in _GREY, len(key), key))
-            if key.startswith(prefix)
-        ]
-
-    return lines
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else _NAN
-
-
 def _quantile(which: int) -> Of:
     """One of the three quantiles of the response lengths: median, 90th percentile, longest."""
     return lambda one: float(dict(enumerate(one.response_length_quantiles)).get(which, _NAN))
-
-
-def _learning(history: RunHistory) -> list[Series]:
-    held = ((f"held-out {kind}", kind) for kind in (ACCURACY, history.widest_pass) if kind)
-    return [*_values(("reward", lambda one: one.reward_mean))(history), *_dots(history, *held)]
-
-
-def _acceptance(history: RunHistory) -> list[Series]:
-    live = _values(("live", lambda one: one.accept_length or _NAN))(history)
-    return [*live, *_dots(history, ("probe", PROBE))]
-
-
-def _dots(history: RunHistory, *kinds: tuple[str, str]) -> list[Series]:
-    """Evaluations by finished steps: (label, kind)."""
-    return [
-        Series(label, [(float(x), y) for x, y in history.evaluated(kind)], dots=True)
-        for label, kind in kinds
-    ]
 
 
 def _rest(one: StepRecord) -> float:
     return max(0.0, one.step_s - one.rollout_s - one.policy_s - one.preempt_wait_s)
 
 
-_TOKENS = "mean gap |log-prob of the trainer - of the sampler| of the tokens, by"
-CHARTS = (
-    Chart(
-        "Reward and held-out accuracy",
-        f"line: mean of {_SMOOTH} steps; dots: fixed held-out prompts",
-        _learning,
-        smooth=True,
-    ),
-    Chart(
-        "Parts of the reward",
-        f"each rule of the mixture before its weight, mean of {_SMOOTH} steps",
-        _keys("reward_parts"),
-        smooth=True,
-    ),
-    Chart(
-        "Acceptance length",
-        "live, and a fixed probe outside timed windows; dashed: a new drafter serves",
-        _acceptance,
-        swaps=True,
-    ),
-    Chart(
-        "Acceptance by arm",
-        "live, of each arm's own rounds; dashed: a new drafter serves",
-        _keys("arm_round_tokens", divisor=lambda one, arm: one.arm_drafted_rounds.get(arm, 0)),
-        swaps=True,
-    ),
-    Chart(
-        "Rollout speed",
-        f"generated tokens per second of rollout, mean of {_SMOOTH} steps",
-        _values(("tokens/s", lambda one: _ratio(one.response_tokens, one.rollout_s) or _NAN)),
-        smooth=True,
-    ),
-    Chart(
-        "Arms chosen",
-        "share of speculation rounds by arm",
-        _keys("arm_rounds", divisor=lambda one, arm: sum(one.arm_rounds.values())),
-        stacked=True,
-    ),
-    Chart(
-        "Response length",
-        "tokens of a response",
-        _values(
-            ("median", _quantile(0)), ("90th percentile", _quantile(1)), ("longest", _quantile(2))
-        ),
-    ),
-    Chart(
-        "Where a step's time went",
-        "wall seconds of each step",
-        _values("rollout_s", "policy_s", "preempt_wait_s", ("rest", _rest)),
-        stacked=True,
-    ),
-    Chart(
-        "What the slots did",
-        "slot-seconds of each step by use",
-        _values(*(f"slot_s/{use}" for use in SlotUse)),
-        stacked=True,
-    ),
-    Chart(
-        "Drafter training",
-        "whole optimiser steps inside each RL step",
-        _values("drafter_steps"),
-        stacked=True,
-    ),
-    Chart("Loss", "mean over the trained tokens", _values("policy/loss")),
-    Chart("Entropy", "nats a token", _values("policy/entropy")),
-    Chart("Divergence", "from the start policy, nats a token", _values("policy/divergence")),
-    Chart("Gradient norm", "before it is clipped", _values("policy/grad_norm")),
-    Chart(
-        "Groups solved",
-        "groups by the samples that solve the task: all or none teach nothing",
-        _values(f"groups_solved/{BY_NONE}", f"groups_solved/{BY_SOME}", f"groups_solved/{BY_ALL}"),
-        stacked=True,
-    ),
-    Chart(
-        "Truncated responses",
-        "share of responses that reached their token limit",
-        _values("truncated_share"),
-    ),
-    Chart(
-        "Staleness",
-        "trained trajectories by their age in policy versions",
-        _keys("staleness"),
-        stacked=True,
-    ),
-    Chart(
-        "Sampler against trainer",
-        "|log-prob of the trainer - log-prob of the sampler|, nats: mean and largest",
-        _values("policy/behavior_gap", "policy/behavior_gap_max"),
-    ),
-    Chart("Gap by age", f"{_TOKENS} lag", _keys("policy", "behavior_gap/lag=")),
-    Chart("Gap by arm", f"{_TOKENS} arm", _keys("policy", "behavior_gap/arm=")),
-    Chart("Gap by numbers", f"{_TOKENS} number format", _keys("policy", "behavior_gap/numbers=")),
-    Chart("Divergence of the sampler", "k3 estimate, nats", _values("policy/behavior_k3")),
-    Chart(
-        "Weight of the tokens",
-        "effective sample size, clipped and masked tokens, as shares",
-        _values("policy/effective_sample_size", "policy/clip_fraction", "policy/masked_fraction"),
-    ),
-    Chart(
-        "Where the policy step's time went",
-        "seconds of the wait for the batch, and of each part of the step",
-        _values(
-            "policy/seconds/batch_wait",
-            "policy/seconds/proximal_logprobs",
-            "policy/seconds/forward_backward",
-            "policy/seconds/optimizer",
-            "policy/push_s",
-        ),
-        stacked=True,
-    ),
-    Chart(
-        "Exactness audit",
-        "mean |log-prob of the trainer - of the engine| of audited tokens, by path, nats",
-        _keys("policy", AUDIT_GAP),
-    ),
-)
+_COMPUTED: dict[str, Of] = {
+    "reward": lambda one: one.reward_mean,
+    "live": lambda one: one.accept_length or _NAN,
+    "tokens/s": lambda one: _ratio(one.response_tokens, one.rollout_s) or _NAN,
+    "median": _quantile(0),
+    "90th percentile": _quantile(1),
+    "longest": _quantile(2),
+    "rest": _rest,
+}
+"""Figures that are no field of the record, by label."""
+
+
+def _label(path: str) -> str:
+    """The name of a figure's line."""
+    last = path.rpartition("/")[2].removesuffix("_s").replace("_", " ")
+    return path if path in _COMPUTED else last
+
+
+def _value(record: StepRecord, path: str) -> float:
+    """The figure at a path in the record, such as "policy/loss", or a computed one."""
+    if path in _COMPUTED:
+        return _COMPUTED[path](record)
+    field, _, key = path.partition("/")
+    value = getattr(record, field)
+    return float(value.get(key, _NAN) if key else value)
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else _NAN
+
+
+_DESCRIBED = tomllib.loads(Path(__file__).with_name("charts.toml").read_text(encoding="utf-8"))
+CHARTS = tuple(Chart(**one) for one in _DESCRIBED["chart"])
