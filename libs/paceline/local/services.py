@@ -1,6 +1,7 @@
-"""Lists every process of a run, in the order of the data."""
+"""Lists every process of a run, in the order of the data; services.toml describes them."""
 
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
@@ -15,10 +16,10 @@ class ServiceSpec:
 
     name: str  # also its config section and log file
     module: str
-    settings: str  # import path of the settings class; "": none
-    address_key: str  # key of the main port, for AddressesConfig.of; "": none
-    depends_on: tuple[str, ...]  # services that must be healthy first
     label: str  # group in a dashboard
+    settings: str = ""  # import path of the settings class; "": none
+    address_key: str = ""  # key of the main port, for AddressesConfig.of; "": none
+    depends_on: tuple[str, ...] = ()  # services that must be healthy first
     more_address_keys: tuple[str, ...] = ()  # further keys that it binds
     links: tuple[str, ...] = ()  # keys that are web pages
     ends_run: bool = False  # the run ends when it exits with status 0
@@ -35,70 +36,18 @@ class ServiceSpec:
 REDIS = "paceline.local.redis"
 """Module of the Redis servers. They listen at the URLs in [redis], not at [addresses]."""
 
-SERVICES: tuple[ServiceSpec, ...] = (
-    ServiceSpec("redis", REDIS, "", "", (), "data", arguments=("--role", "durable")),
-    ServiceSpec("redis_features", REDIS, "", "", (), "data", arguments=("--role", "features")),
-    ServiceSpec(
-        "gateway",
-        "paceline.services.rollout_gateway",
-        "paceline.services.rollout_gateway.config:GatewayConfig",
-        "gateway",
-        ("redis", "redis_features"),
-        "rollout",
-        ("http",),
-        ("http",),
-        forked=(
-            "paceline.services.rollout_gateway.engines.worker.process",
-            "paceline.services.rollout_gateway.engines.embedded.engine",
-        ),
-    ),
-    ServiceSpec(
-        "policy_trainer",
-        "paceline.services.policy_trainer",
-        "paceline.services.policy_trainer.config:PolicyTrainerConfig",
-        "policy_trainer",
-        ("redis",),
-        "training",
-        forked=(
-            "paceline.services.policy_trainer.rank",
-            "transformers.models.auto.modeling_auto",
-            "transformers.modeling_utils",
-        ),
-    ),
-    ServiceSpec(
-        "drafter_trainer",
-        "paceline.services.drafter_trainer",
-        "paceline.services.drafter_trainer.config:DrafterTrainerConfig",
-        "drafter_trainer",
-        ("redis_features",),
-        "training",
-        optional=True,
-        forked=("paceline.services.drafter_trainer.rank",),
-    ),
-    ServiceSpec(
-        "coordinator",
-        "paceline.services.coordinator",
-        "paceline.services.coordinator.config:CoordinatorConfig",
-        "coordinator",
-        ("gateway", "policy_trainer", "drafter_trainer"),
-        "control",
-        ("events",),
-        ends_run=True,
-    ),
-)
 
-TINKER = ServiceSpec(
-    "tinker",
-    "paceline.services.tinker",
-    "paceline.services.tinker.config:TinkerConfig",
-    "tinker",
-    ("gateway", "policy_trainer"),
-    "control",
-    ("tinker_http",),
-)
-"""The front of the Tinker API, which steers a run in the place of the coordinator."""
+def _read_specs() -> Iterator[ServiceSpec]:
+    file = Path(__file__).with_name("services.toml")
+    for name, keys in tomllib.loads(file.read_text(encoding="utf-8")).items():
+        for key, value in keys.items():
+            keys[key] = tuple(value) if isinstance(value, list) else value
+        yield ServiceSpec(name, **keys)
 
 
+*_SPECS, TINKER = _read_specs()
+SERVICES = tuple(_SPECS)
+"""The services of a run. TINKER, the front of the Tinker API, replaces the coordinator."""
 GATEWAY, POLICY_TRAINER = "gateway", "policy_trainer"
 
 
