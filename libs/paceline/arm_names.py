@@ -73,9 +73,8 @@ def parse_arm(name: str, speculators: Mapping[str, bool], most: TreeSize = LARGE
         allowed = f"steps 1-{most.steps}, topk 1-{most.topk}"
         raise ConfigError("no such tree", seen=name, allowed=allowed)
     if shape.topk != 1 and not speculators[found.speculator]:
-        raise ConfigError(
-            f"{found.speculator} drafts chains here", seen=name, allowed="topk 1, steps + 1 tokens"
-        )
+        message = f"{found.speculator} drafts chains here"
+        raise ConfigError(message, seen=name, allowed="topk 1, steps + 1 tokens")
 
     least = shape.steps + 1 if shape.topk == 1 else 2
     largest = min(shape.capacity, most.draft_tokens)

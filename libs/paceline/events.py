@@ -57,9 +57,8 @@ class FactPublisher:
             self._socket.bind(_resolved(address, self._socket))
         except zmq.ZMQError as error:
             self._end(linger_ms=0)
-            raise ConfigError(
-                f"cannot publish events: {error.strerror}; set addresses.events", seen=address
-            ) from error
+            message = f"cannot publish events: {error.strerror}; set addresses.events"
+            raise ConfigError(message, seen=address) from error
 
     @property
     def address(self) -> str:

@@ -53,11 +53,8 @@ class TaggedJson(Generic[T]):
             raise DataLoss(f"a message has no {TAG}", seen=str(found)[:200])
         cls = self._classes.get(found[TAG]) if isinstance(found[TAG], str) else None
         if cls is None:
-            raise DataLoss(
-                f"the {TAG} of a message is not known here",
-                seen=found[TAG],
-                allowed=", ".join(self._classes),
-            )
+            message = f"the {TAG} of a message is not known here"
+            raise DataLoss(message, seen=found[TAG], allowed=", ".join(self._classes))
         return from_object(cls, {name: value for name, value in found.items() if name != TAG})
 
 
@@ -87,9 +84,8 @@ def fields_of(
         ("lacks fields", readers.keys() - found.keys()),
     ):
         if odd:
-            raise DataLoss(
-                f"{where} {difference}", seen=", ".join(sorted(odd)), allowed=", ".join(readers)
-            )
+            message = f"{where} {difference}"
+            raise DataLoss(message, seen=", ".join(sorted(odd)), allowed=", ".join(readers))
 
     return {name: read(found[name], f"{where}.{name}") for name, read in readers.items()}
 

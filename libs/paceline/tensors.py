@@ -78,23 +78,16 @@ class TensorLayout:
         if not self.name or self.name == "__metadata__":
             raise InvalidInput("a tensor needs a name of its own", seen=repr(self.name))
         if self.dtype not in NUMPY_CODES:
-            raise InvalidInput(
-                f"dtype of {self.name} is unknown", seen=self.dtype, allowed=", ".join(NUMPY_CODES)
-            )
+            message = f"dtype of {self.name} is unknown"
+            raise InvalidInput(message, seen=self.dtype, allowed=", ".join(NUMPY_CODES))
         if len(self.shape) > MAX_DIMENSIONS:
-            raise InvalidInput(
-                f"shape of {self.name} has too many dimensions",
-                seen=len(self.shape),
-                allowed=f"at most {MAX_DIMENSIONS}",
-            )
+            message = f"shape of {self.name} has too many dimensions"
+            raise InvalidInput(message, seen=len(self.shape), allowed=f"at most {MAX_DIMENSIONS}")
         if any(size < 0 for size in self.shape):
             raise InvalidInput(f"shape of {self.name} has a negative size", seen=self.shape)
         if max(self.shape, default=0) > MAX_TENSOR_BYTES or self.nbytes > MAX_TENSOR_BYTES:
-            raise InvalidInput(
-                f"{self.name} is larger than any memory",
-                seen=self.shape,
-                allowed=f"{MAX_TENSOR_BYTES} bytes",
-            )
+            message = f"{self.name} is larger than any memory"
+            raise InvalidInput(message, seen=self.shape, allowed=f"{MAX_TENSOR_BYTES} bytes")
 
     @property
     def nbytes(self) -> int:
@@ -116,11 +109,8 @@ class NamedTensor:
 
     def __post_init__(self) -> None:
         if len(self.view) != self.layout.nbytes:
-            raise InvalidInput(
-                f"bytes of {self.name} do not fill {self.dtype} {self.shape}",
-                seen=len(self.view),
-                allowed=self.layout.nbytes,
-            )
+            message = f"bytes of {self.name} do not fill {self.dtype} {self.shape}"
+            raise InvalidInput(message, seen=len(self.view), allowed=self.layout.nbytes)
 
     @property
     def layout(self) -> TensorLayout:
@@ -151,11 +141,8 @@ def from_numpy(name: str, array: npt.NDArray[Any], dtype: str | None = None) -> 
     rows = np.ascontiguousarray(array).reshape(array.shape)
     known = _NAMES.get(rows.dtype.newbyteorder("<") if rows.dtype.byteorder == ">" else rows.dtype)
     if known is None or rows.dtype.byteorder == ">":
-        raise InvalidInput(
-            f"numpy dtype of {name} has no safetensors name",
-            seen=rows.dtype.str,
-            allowed=list(_NAMES),
-        )
+        message = f"numpy dtype of {name} has no safetensors name"
+        raise InvalidInput(message, seen=rows.dtype.str, allowed=list(_NAMES))
     return NamedTensor(name, dtype or known, tuple(rows.shape), rows.reshape(-1).view("u1").data)
 
 
@@ -240,9 +227,6 @@ def decode_safetensors(buffer: memoryview | bytes) -> dict[str, NamedTensor]:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, InvalidInput) as error:
         raise DataLoss("bytes are not a safetensors file", seen=repr(error)[:120]) from error
     if start + position != len(view):
-        raise DataLoss(
-            "safetensors bytes go on after the last tensor",
-            seen=len(view),
-            allowed=start + position,
-        )
+        message = "safetensors bytes go on after the last tensor"
+        raise DataLoss(message, seen=len(view), allowed=start + position)
     return tensors

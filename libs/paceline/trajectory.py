@@ -239,9 +239,8 @@ class Trajectory:
         if any(bit not in (0, 1) for bit in self.loss_mask):
             raise InvalidInput("loss_mask holds 0 and 1 only", seen=sorted(set(self.loss_mask))[:4])
         if self.branch_count < 1:
-            raise InvalidInput(
-                "branch_count of a trajectory counts the branch itself", seen=self.branch_count
-            )
+            message = "branch_count of a trajectory counts the branch itself"
+            raise InvalidInput(message, seen=self.branch_count)
 
     @property
     def finite(self) -> bool:

@@ -234,27 +234,22 @@ class CoordinatorConfig(ServiceConfig):
     def check(self) -> None:
         """Raises ConfigError for settings that cannot work together."""
         if not self.tasks_path and self.environment != EXTERNAL:
-            raise ConfigError(
-                "the coordinator has no training tasks; set coordinator.tasks_path",
-                seen=f"coordinator.environment={self.environment}",
-                allowed=f"no tasks with coordinator.environment={EXTERNAL} only",
-            )
+            message = "the coordinator has no training tasks; set coordinator.tasks_path"
+            seen = f"coordinator.environment={self.environment}"
+            allowed = f"no tasks with coordinator.environment={EXTERNAL} only"
+            raise ConfigError(message, seen=seen, allowed=allowed)
 
         if self.open_traffic and self.dynamic_sampling_rounds:
-            raise ConfigError(
-                "in open traffic nobody can draw other tasks for groups of equal rewards",
-                seen=f"coordinator.dynamic_sampling_rounds={self.dynamic_sampling_rounds}",
-                allowed="0, or tasks_path",
-            )
+            message = "in open traffic nobody can draw other tasks for groups of equal rewards"
+            seen = f"coordinator.dynamic_sampling_rounds={self.dynamic_sampling_rounds}"
+            raise ConfigError(message, seen=seen, allowed="0, or tasks_path")
         if self.open_traffic and self.later:
             raise ConfigError("coordinator.later needs coordinator.tasks_path", seen="''")
         _check_reward("coordinator", self.environment, self.reward)
         if self.evaluation.samples > 1 and self.evaluation.temperature == 0:
-            raise ConfigError(
-                "greedy samples of a task are all the same; coordinator.evaluation.samples",
-                seen=self.evaluation.samples,
-                allowed="1, or coordinator.evaluation.temperature above 0",
-            )
+            message = "greedy samples of a task are all the same; coordinator.evaluation.samples"
+            allowed = "1, or coordinator.evaluation.temperature above 0"
+            raise ConfigError(message, seen=self.evaluation.samples, allowed=allowed)
         check_trackers(self.trackers)
         self._check_tracks()
         self._check_samples()
@@ -293,11 +288,8 @@ class CoordinatorConfig(ServiceConfig):
             settings.Schedule.FULLY_ASYNC: (lag >= 1, ">= 1"),
         }[schedule]
         if not fits:
-            raise ConfigError(
-                f"coordinator.max_policy_lag does not fit coordinator.schedule={schedule}",
-                seen=lag,
-                allowed=allowed,
-            )
+            message = f"coordinator.max_policy_lag does not fit coordinator.schedule={schedule}"
+            raise ConfigError(message, seen=lag, allowed=allowed)
         colocated = self.placement is settings.Placement.COLOCATED
         if colocated != (self.learner_slots == 0):
             raise ConfigError(
@@ -313,11 +305,9 @@ class CoordinatorConfig(ServiceConfig):
                 allowed="coordinator.schedule=sync, or drafter_schedule=harvest",
             )
         if self.open_traffic and schedule is settings.Schedule.FULLY_ASYNC:
-            raise ConfigError(
-                "in open traffic the groups of a step are those that agents bring to it",
-                seen=f"coordinator.schedule={schedule}",
-                allowed="sync or one_step_off, or tasks_path",
-            )
+            message = "in open traffic the groups of a step are those that agents bring to it"
+            seen = f"coordinator.schedule={schedule}"
+            raise ConfigError(message, seen=seen, allowed="sync or one_step_off, or tasks_path")
 
     @property
     def policy_lag(self) -> int:

@@ -84,11 +84,9 @@ def check_trackers(names: Sequence[str]) -> None:
     """Raises ConfigError for a tracker without its package."""
     for name in names:
         if find_spec(package := TRACKERS[name][0]) is None:
-            raise ConfigError(
-                f"coordinator.trackers: not installed; pip install {package}",
-                seen=name,
-                allowed=[one for one, (found, _) in TRACKERS.items() if find_spec(found)],
-            )
+            message = f"coordinator.trackers: not installed; pip install {package}"
+            allowed = [one for one, (found, _) in TRACKERS.items() if find_spec(found)]
+            raise ConfigError(message, seen=name, allowed=allowed)
 
 
 class Tracking:

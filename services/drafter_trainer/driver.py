@@ -131,9 +131,8 @@ class DrafterDriver:
         """
         while (old := self.lease) is not None:
             if command.epoch <= old.epoch:
-                raise errors.FailedPrecondition(
-                    "an activation runs", seen=command.epoch, allowed=f"more than {old.epoch}"
-                )
+                message, allowed = "an activation runs", f"more than {old.epoch}"
+                raise errors.FailedPrecondition(message, seen=command.epoch, allowed=allowed)
             await self.stop_lease(old)
 
         since = dict.fromkeys(command.slots, time.monotonic())
@@ -284,9 +283,8 @@ async def push_drafter(
         data = await asyncio.to_thread((folder / "model.safetensors").read_bytes)
         config = await asyncio.to_thread((folder / "config.json").read_text, encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise errors.DataLoss(
-            "the promoted drafter is not where the rank wrote it", seen=str(error)
-        ) from error
+        message = "the promoted drafter is not where the rank wrote it"
+        raise errors.DataLoss(message, seen=str(error)) from error
 
     shift = decision.shift
     measured = {ACCEPTANCE: shift.to_json()} if shift is not None else {}

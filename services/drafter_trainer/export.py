@@ -91,19 +91,16 @@ def _eagle_sglang(net: eagle.EagleNet, config: dict[str, Any], own: dict[str, Te
 def _eagle_vllm(net: eagle.EagleNet, config: dict[str, Any], own: dict[str, Tensor]) -> Exported:
     own, config = _with_whole_head(own, config)
     if bool(own.pop("fc.bias", torch.zeros(1)).any()):
-        raise InvalidInput(
-            "vLLM's EAGLE has no bias after fc", seen="fc.bias", allowed="fc_bias=false in training"
-        )
+        message = "vLLM's EAGLE has no bias after fc"
+        raise InvalidInput(message, seen="fc.bias", allowed="fc_bias=false in training")
     return {**config, "fc_bias": False, "architectures": ["EagleLlamaForCausalLM"]}, own
 
 
 def _eagle3_sglang(net: Eagle3Net, config: dict[str, Any], own: dict[str, Tensor]) -> Exported:
     if net.options.norm_before_residual:
-        raise InvalidInput(
-            "SGLang's EAGLE-3 has the state before its norm as residual",
-            seen="norm_before_residual=true",
-            allowed="a drafter trained with norm_before_residual=false",
-        )
+        message = "SGLang's EAGLE-3 has the state before its norm as residual"
+        allowed = "a drafter trained with norm_before_residual=false"
+        raise InvalidInput(message, seen="norm_before_residual=true", allowed=allowed)
     return {**config, "tie_word_embeddings": False}, own
 
 
@@ -132,11 +129,8 @@ def _with_whole_head(
 def _lstm_arctic(net: RecurrentNet, config: dict[str, Any], own: dict[str, Tensor]) -> Exported:
     config = {**config, **net.config_json()}
     if not config["tie_lstm_embs"]:
-        raise InvalidInput(
-            "Arctic's LSTM has one embedding",
-            seen="tie_lstm_embs=false",
-            allowed="true in training",
-        )
+        message = "Arctic's LSTM has one embedding"
+        raise InvalidInput(message, seen="tie_lstm_embs=false", allowed="true in training")
     copies = {name: own[source] for name, source in net.aliases().items()}
     return config, own | copies
 
@@ -217,9 +211,8 @@ def export_checkpoint(
     is not empty.
     """
     if out.exists() and any(out.iterdir()):
-        raise ConfigError(
-            "the output directory is not empty", seen=out, allowed="a new or empty directory"
-        )
+        message = "the output directory is not empty"
+        raise ConfigError(message, seen=out, allowed="a new or empty directory")
 
     target, raw, tensors = read_config(model), read_config_json(source), read_tensors(source)
     kinds = [find_kind(speculator)] if speculator else SPECULATORS.values()

@@ -163,9 +163,8 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
 
 def _checked(slots: Sequence[int]) -> list[int]:
     if not slots or len(set(slots)) < len(slots):
-        raise InvalidInput(
-            "an activation needs slots, each once", seen=list(slots), allowed="one or more"
-        )
+        message = "an activation needs slots, each once"
+        raise InvalidInput(message, seen=list(slots), allowed="one or more")
     return sorted(slots)
 
 

@@ -71,9 +71,8 @@ class TrainerLink:
         end = time.monotonic() + deadline_s
         while not known():
             if time.monotonic() >= end:
-                raise DeadlineExceeded(
-                    "a command other ranks have seen did not come", seen=f"{deadline_s} s"
-                )
+                message = "a command other ranks have seen did not come"
+                raise DeadlineExceeded(message, seen=f"{deadline_s} s")
             self._obey(self._link.receive(end - time.monotonic()))
 
     def preempted(self, epoch: int) -> bool:

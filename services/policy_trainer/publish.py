@@ -185,9 +185,8 @@ def check_same_model(own: Sequence[TensorLayout], served: Sequence[NamedTensor])
     """
     odd = sorted({str(one.layout) for one in served} ^ {str(one) for one in own})
     if odd:
-        raise DataLoss(
-            "another model serves than is trained", seen=odd[:4], allowed="the same tensors"
-        )
+        message = "another model serves than is trained"
+        raise DataLoss(message, seen=odd[:4], allowed="the same tensors")
 
 
 @torch.no_grad()

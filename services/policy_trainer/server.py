@@ -26,12 +26,7 @@ from paceline.services.policy_trainer.algorithms import check_algorithm
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.telemetry import get_logger, inject
 from paceline.v1 import policy_pb2 as pb
-from paceline.v1 import progress_pb2, trajectory_pb2
-from paceline.v1.policy_pb2_grpc import (
-    PolicyServiceServicer,
-    PolicyServiceStub,
-    add_PolicyServiceServicer_to_server,
-)
+from paceline.v1 import policy_pb2_grpc, progress_pb2, trajectory_pb2
 
 _log = get_logger(__name__)
 
@@ -42,7 +37,7 @@ _LAST: dict[type[m.Command], type[m.News]] = {m.Train: m.Pushed, m.Learn: m.Lear
 RANK_GRACE_S = 3.0  # until a rank is killed: longer than telemetry.shutdown takes
 
 
-class PolicyServicer(PolicyServiceServicer):
+class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
     """Runs one command of the ranks at a time, and turns their news into responses."""
 
     def __init__(self, config: PolicyTrainerConfig) -> None:
@@ -202,7 +197,7 @@ async def keep_ranks(config: PolicyTrainerConfig, stop: asyncio.Event) -> None:
         rank_group(config) as group,
         channel(config.addresses.policy_trainer, config.security) as to_trainer,
     ):
-        stub = PolicyServiceStub(to_trainer)
+        stub = policy_pb2_grpc.PolicyServiceStub(to_trainer)
         dial = partial(stub.KeepRanks, wait_for_ready=True)
         await host_ranks(
             group, pb.KeepRanksRequest(run_id=config.run.id, node=config.node), dial, stop
@@ -212,9 +207,8 @@ async def keep_ranks(config: PolicyTrainerConfig, stop: asyncio.Event) -> None:
 def require_fresh(root: Path, *, resume: bool) -> None:
     """Raises ConfigError when the directory has a run and `resume` is false."""
     if not resume and (root.exists() and any(root.iterdir())):
-        raise errors.ConfigError(
-            "a trained policy is there", seen=root, allowed="resume=true, or another run.dir"
-        )
+        message = "a trained policy is there"
+        raise errors.ConfigError(message, seen=root, allowed="resume=true, or another run.dir")
 
 
 async def serve(config: PolicyTrainerConfig, stop: asyncio.Event) -> None:
@@ -229,7 +223,7 @@ async def serve(config: PolicyTrainerConfig, stop: asyncio.Event) -> None:
     require_fresh(config.checkpoints_dir, resume=config.resume)
     server = Server(config.addresses.policy_trainer, config.security)
     servicer = PolicyServicer(config)
-    server.add(add_PolicyServiceServicer_to_server, servicer, SERVICE_NAME)
+    server.add(policy_pb2_grpc.add_PolicyServiceServicer_to_server, servicer, SERVICE_NAME)
     add_progress(server, servicer.progress)
     async with servicer.ranks.served(server, SERVICE_NAME, stop, grace_s=RANK_GRACE_S):
         # No new call is accepted while the last checkpoint is written.

@@ -177,12 +177,10 @@ class PolicyTrainer:
         if not self._advance(command.wanted.step, collected, command.carrier):
             return None
         if self.progress.skipped_in_row >= SKIPPED_IN_ROW:
-            raise errors.InternalError(
-                "the loss or the gradient was not finite in several steps in a row",
-                reason="NOT_FINITE",
-                seen=f"{self.progress.skipped_in_row} steps up to step {self.progress.step}",
-                allowed=f"at most {SKIPPED_IN_ROW - 1}",
-            )
+            message = "the loss or the gradient was not finite in several steps in a row"
+            seen = f"{self.progress.skipped_in_row} steps up to step {self.progress.step}"
+            allowed = f"at most {SKIPPED_IN_ROW - 1}"
+            raise errors.InternalError(message, reason="NOT_FINITE", seen=seen, allowed=allowed)
         return self._published()
 
     def _check_order(self, command: messages.Train) -> None:
@@ -190,12 +188,10 @@ class PolicyTrainer:
         step, version = self.progress.step, self.progress.policy_version
         again = command.wanted.step == step
         if command.wanted.policy_version != version - again or command.wanted.step < step:
-            raise errors.WeightsError(
-                "the trainer cannot take this step",
-                reason="STEP_ORDER",
-                seen=f"step {command.wanted.step} from p{command.wanted.policy_version}",
-                allowed=f"a step after {step}, from p{version}",
-            )
+            message = "the trainer cannot take this step"
+            seen = f"step {command.wanted.step} from p{command.wanted.policy_version}"
+            allowed = f"a step after {step}, from p{version}"
+            raise errors.WeightsError(message, reason="STEP_ORDER", seen=seen, allowed=allowed)
 
     def _adopt_served(self, command: messages.Train) -> bool:
         """Adopts the served weights once after a start, since a replay on other ranks may differ in

@@ -218,11 +218,8 @@ def bench(context: typer.Context) -> None:
     """Run a benchmark of this checkout: paceline bench NAME [--json FILE] ..., or list."""
     root = Path(paceline.__file__).resolve().parents[2]
     if not (root / "benchmarks" / "__main__.py").is_file():
-        raise NotFound(
-            "benches are not part of the installed package",
-            seen=root,
-            allowed="a checkout: git clone, make setup",
-        )
+        message = "benches are not part of the installed package"
+        raise NotFound(message, seen=root, allowed="a checkout: git clone, make setup")
     places = (str(root), os.environ.get("PYTHONPATH", ""))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, places))
     command.become("benchmarks", *context.args)

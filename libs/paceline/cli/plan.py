@@ -76,11 +76,8 @@ def plan_run(
     ranks = nodes * _policy_ranks(policy.ranks // nodes, leased // nodes, gpus_of_node)
     _check_slots(found, ranks, slots, len(gpus))
     if coordinator.profiles and gateway.engine.kind == "sglang":
-        raise ConfigError(
-            "SGLang keeps the profile that it was started with; unset coordinator.profiles",
-            seen="gateway.engine.kind=sglang",
-            allowed="embedded",
-        )
+        message = "SGLang keeps the profile that it was started with; unset coordinator.profiles"
+        raise ConfigError(message, seen="gateway.engine.kind=sglang", allowed="embedded")
     _check_correction(gateway, policy, coordinator.profiles)
     start_s = max(gateway.engine.ready_deadline_s, policy.start_deadline_s)
     lines = [*check_disk(found), check_memory(found, ranks, gpus)]
@@ -108,11 +105,9 @@ def _policy_ranks(wanted: int, slots: int, gpus: int) -> int:
     and GPUs, on CPU at most two. Raises ConfigError if `wanted` exceeds the slots.
     """
     if wanted > slots:
-        raise ConfigError(
-            "the policy's ranks compute on leased slots, one each; set policy_trainer.ranks",
-            seen=f"{wanted} ranks",
-            allowed=f"0 to {slots}, the slots that it is leased",
-        )
+        message = "the policy's ranks compute on leased slots, one each; set policy_trainer.ranks"
+        seen = f"{wanted} ranks"
+        raise ConfigError(message, seen=seen, allowed=f"0 to {slots}, the slots that it is leased")
     return wanted or min(slots, gpus or min(2, processes.usable_cores()))
 
 
@@ -125,17 +120,14 @@ def _check_slots(found: Mapping[str, Any], ranks: int, slots: int, gpus: int) ->
     sglang = gateway.engine.sglang if gateway.engine.kind == "sglang" else None
     per_worker = found["coordinator"].slots_per_worker
     if sglang is not None and per_worker != sglang.tensor_parallel_size:
-        raise ConfigError(
-            "coordinator.slots_per_worker is not the number of GPUs of a worker",
-            seen=per_worker,
-            allowed=f"{sglang.tensor_parallel_size} (gateway.engine.sglang.tensor_parallel_size)",
-        )
+        message = "coordinator.slots_per_worker is not the number of GPUs of a worker"
+        allowed = f"{sglang.tensor_parallel_size} (gateway.engine.sglang.tensor_parallel_size)"
+        raise ConfigError(message, seen=per_worker, allowed=allowed)
     if gpus and gateway.addresses.more_gateways:
-        raise ConfigError(
-            "gateways with GPUs are on nodes of their own",
-            seen=f"{len(gateway.addresses.gateways)} gateways on this machine",
-            allowed="--launcher ray, or no addresses.more_gateways",
-        )
+        message = "gateways with GPUs are on nodes of their own"
+        seen = f"{len(gateway.addresses.gateways)} gateways on this machine"
+        allowed = "--launcher ray, or no addresses.more_gateways"
+        raise ConfigError(message, seen=seen, allowed=allowed)
     apart = learner > 0 and sglang is not None and sglang.device != "cpu"
     for name, needed, used in (
         ("policy_trainer.ranks", ranks, policy == "cuda"),
@@ -143,9 +135,8 @@ def _check_slots(found: Mapping[str, Any], ranks: int, slots: int, gpus: int) ->
         ("slots of workers and learner", slots + learner, apart and policy == "cuda"),
     ):
         if gpus and used and needed > gpus:
-            raise ConfigError(
-                f"cuda needs one GPU for each of the {name}", seen=needed, allowed=f"at most {gpus}"
-            )
+            message = f"cuda needs one GPU for each of the {name}"
+            raise ConfigError(message, seen=needed, allowed=f"at most {gpus}")
 
 
 def _derived(found: Mapping[str, Any], ranks: int) -> list[str]:
@@ -157,11 +148,9 @@ def _derived(found: Mapping[str, Any], ranks: int) -> list[str]:
     gateway, policy = found["gateway"], found["policy_trainer"]
     lag = found["coordinator"].policy_lag
     if gateway.trajectories is False:
-        raise ConfigError(
-            "a run needs the trajectories of its gateway",
-            seen="gateway.trajectories=false",
-            allowed="true, or nothing; a gateway alone: paceline serve gateway",
-        )
+        message = "a run needs the trajectories of its gateway"
+        allowed = "true, or nothing; a gateway alone: paceline serve gateway"
+        raise ConfigError(message, seen="gateway.trajectories=false", allowed=allowed)
     if policy.max_staleness is not None and policy.max_staleness < lag:
         raise ConfigError(
             "the policy trainer drops groups that the coordinator lets grow older; set "

@@ -249,11 +249,8 @@ async def run_up(
     Raises ConfigError for invalid settings, FailedPrecondition if the run is already active.
     """
     if not files and not overrides:
-        raise ConfigError(
-            "there is nothing to run",
-            seen="no --config",
-            allowed="a TOML file, which `paceline init` writes; or try `paceline demo`",
-        )
+        allowed = "a TOML file, which `paceline init` writes; or try `paceline demo`"
+        raise ConfigError("there is nothing to run", seen="no --config", allowed=allowed)
     settings = [path.absolute() for path in files]
     run = run_files.files_of(load_config(ServiceConfig, "local", settings, overrides))
     words = [word for path in files for word in ("--config", str(path))]

@@ -145,9 +145,8 @@ def find_run(options: DemoOptions) -> RunFiles:
     if run_id is not None:
         if not re.fullmatch(RUN_ID, run_id) or not (out / run_id / "config.toml").is_file():
             known = ", ".join(sorted(path.parent.name for path in out.glob("*/config.toml")))
-            raise NotFound(
-                f"no run of this id in {out}", seen=run_id, allowed=known or "no runs there yet"
-            )
+            message = f"no run of this id in {out}"
+            raise NotFound(message, seen=run_id, allowed=known or "no runs there yet")
         return RunFiles(run_id, out / run_id)
     repository_root()
     for number in itertools.count(1):
@@ -157,9 +156,8 @@ def find_run(options: DemoOptions) -> RunFiles:
         except FileExistsError:
             continue
         except OSError as error:
-            raise ConfigError(
-                f"the run's directory cannot be made: {error.strerror}", seen=files.directory
-            ) from error
+            message = f"the run's directory cannot be made: {error.strerror}"
+            raise ConfigError(message, seen=files.directory) from error
         break
     return files
 
@@ -197,15 +195,11 @@ def _variant(options: DemoOptions) -> load.Tree:
     frozen = options.frozen_drafter and options.frozen_drafter.absolute()
     if frozen is not None:
         if not options.speculation:
-            raise ConfigError(
-                "--no-speculation and --frozen-drafter exclude each other", seen=frozen
-            )
+            message = "--no-speculation and --frozen-drafter exclude each other"
+            raise ConfigError(message, seen=frozen)
         if not (frozen / "config.json").is_file():
-            raise ConfigError(
-                "--frozen-drafter is not a drafter checkpoint",
-                seen=frozen,
-                allowed="a directory with config.json",
-            )
+            message = "--frozen-drafter is not a drafter checkpoint"
+            raise ConfigError(message, seen=frozen, allowed="a directory with config.json")
         served = {"drafter": str(frozen)}
         load.merge(tree, {"gateway": served, "drafter_trainer": served, **_UNTRAINED})
     elif not options.speculation:
@@ -251,11 +245,9 @@ def parse_override(text: str) -> load.Tree:
     key, equals, raw = text.partition("=")
     parts, sections = key.strip().split("."), (*SHARED_SECTIONS, *SERVICE_SECTIONS)
     if not equals or len(parts) < 2 or parts[0] not in sections:
-        raise ConfigError(
-            "an override of a whole run names its section",
-            seen=text,
-            allowed=f"<section>.<key>=<value> with one of {', '.join(sections)}",
-        )
+        message = "an override of a whole run names its section"
+        allowed = f"<section>.<key>=<value> with one of {', '.join(sections)}"
+        raise ConfigError(message, seen=text, allowed=allowed)
     return load.nested(key.strip(), load.value_of(raw))
 
 

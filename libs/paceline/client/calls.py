@@ -10,17 +10,6 @@ import openai
 import pydantic
 
 from paceline import errors
-from paceline.errors import (
-    DataLoss,
-    DeadlineExceeded,
-    FailedPrecondition,
-    InternalError,
-    InvalidInput,
-    NotFound,
-    PacelineError,
-    ResourceExhausted,
-    Unavailable,
-)
 
 R = TypeVar("R")
 Read = Callable[[str], R]
@@ -32,15 +21,15 @@ _UNBEGUN = (429, 503)
 GATEWAY = "x-paceline-gateway"
 """Header of an answer 421: the number of the right gateway. A load balancer routes by it."""
 _SHOWN = 300
-_BY_STATUS: dict[int, type[PacelineError]] = {
-    404: NotFound,
-    408: DeadlineExceeded,
-    409: FailedPrecondition,
-    421: FailedPrecondition,
-    429: ResourceExhausted,
-    502: Unavailable,
-    503: Unavailable,
-    504: DeadlineExceeded,
+_BY_STATUS: dict[int, type[errors.PacelineError]] = {
+    404: errors.NotFound,
+    408: errors.DeadlineExceeded,
+    409: errors.FailedPrecondition,
+    421: errors.FailedPrecondition,
+    429: errors.ResourceExhausted,
+    502: errors.Unavailable,
+    503: errors.Unavailable,
+    504: errors.DeadlineExceeded,
 }
 
 
@@ -136,7 +125,8 @@ def reader(kind: type[R]) -> Read[R]:
             return pydantic.TypeAdapter(kind).validate_json(text)
         except pydantic.ValidationError as error:
             shown = repr(text[:_SHOWN])
-            raise DataLoss("the answer has another shape than documented", seen=shown) from error
+            message = "the answer has another shape than documented"
+            raise errors.DataLoss(message, seen=shown) from error
 
     return read
 
@@ -146,19 +136,19 @@ def given(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def error_of(error: openai.APIError) -> PacelineError:
+def error_of(error: openai.APIError) -> errors.PacelineError:
     """The error of `paceline.errors` for an error of the `openai` package.
 
     The class is the one with the gateway's `code` as its reason, or that of the HTTP status.
     """
     if isinstance(error, openai.APITimeoutError):
-        return DeadlineExceeded("no answer from the gateway in time")
+        return errors.DeadlineExceeded("no answer from the gateway in time")
     if isinstance(error, openai.APIConnectionError):
-        return Unavailable("no answer from the gateway", seen=repr(error.__cause__))
+        return errors.Unavailable("no answer from the gateway", seen=repr(error.__cause__))
     if not isinstance(error, openai.APIStatusError):
-        return DataLoss("the answer cannot be read", seen=str(error)[:_SHOWN])
+        return errors.DataLoss("the answer cannot be read", seen=str(error)[:_SHOWN])
     status, body = error.status_code, error.body
-    family = _BY_STATUS.get(status, InternalError if status >= 500 else InvalidInput)
+    family = _BY_STATUS.get(status, errors.InternalError if status >= 500 else errors.InvalidInput)
     reason = error.code.upper() if error.code else None
     if status == 401:
         reason = "UNAUTHENTICATED"

@@ -124,31 +124,24 @@ def _join(ray: Any, address: str | None) -> None:
             raise ConfigError(
                 "the cluster runs another version of Ray or Python", seen=message
             ) from error
-        raise Unavailable(
-            "no Ray cluster answers",
-            seen=f"{address or 'one of our own'}: {error}",
-            allowed="host:port of `ray start --head`, auto on a node of it, or no --address",
-        ) from error
+        seen = f"{address or 'one of our own'}: {error}"
+        allowed = "host:port of `ray start --head`, auto on a node of it, or no --address"
+        raise Unavailable("no Ray cluster answers", seen=seen, allowed=allowed) from error
 
 
 async def _reached(address: str) -> None:
     """Raises ConfigError for an invalid address, Unavailable if no server listens there."""
     if "://" in address:
-        raise ConfigError(
-            "Ray's client is not used: a run's processes talk to each other themselves",
-            seen=address,
-            allowed="host:port of the cluster, from a machine that is one of its nodes, or auto",
-        )
+        message = "Ray's client is not used: a run's processes talk to each other themselves"
+        allowed = "host:port of the cluster, from a machine that is one of its nodes, or auto"
+        raise ConfigError(message, seen=address, allowed=allowed)
     host, port = ports.split_address(address, "--address")
     try:
         async with asyncio.timeout(patience.patient(_REACHED_S)):
             _, writer = await asyncio.open_connection(host, port, family=socket.AF_UNSPEC)
     except (OSError, TimeoutError) as error:
-        raise Unavailable(
-            "no Ray cluster answers",
-            seen=address,
-            allowed="host:port that `ray start --head` names, 6379 unless set",
-        ) from error
+        allowed = "host:port that `ray start --head` names, 6379 unless set"
+        raise Unavailable("no Ray cluster answers", seen=address, allowed=allowed) from error
     writer.close()
 
 

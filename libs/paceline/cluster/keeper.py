@@ -270,11 +270,8 @@ class KeptPool:
             if node:
                 self._lost_nodes.add(self.order.host)
             lost = "node" if node else "keeper"
-            raise Unavailable(
-                f"the {lost} of {', '.join(self.order.services)} is lost",
-                reason=START_AGAIN,
-                seen=" ".join(str(error).split()),
-            ) from error
+            message, reason = f"the {lost} of {', '.join(self.order.services)} is lost", START_AGAIN
+            raise Unavailable(message, reason=reason, seen=" ".join(str(error).split())) from error
         self._take(report)
         if report.error is not None:
             raise report.error.error()

@@ -91,11 +91,8 @@ class _ClusterRun:
         while names := await asyncio.to_thread(self._names):
             silent = [await asyncio.to_thread(self._silent_s, name) for name in names]
             if min(silent) < DESERTED_S / 4 or asyncio.get_running_loop().time() > end:
-                raise FailedPrecondition(
-                    "a run of this id is on the cluster already; stop that one, or set run.id",
-                    reason="RUN_OWNED",
-                    seen=", ".join(sorted(names)),
-                )
+                message = "a run of this id is on the cluster already; stop that one, or set run.id"
+                raise FailedPrecondition(message, reason="RUN_OWNED", seen=", ".join(sorted(names)))
             await asyncio.sleep(1.0)  # Ray does not notify of the end of other clients' actors
 
     def _names(self) -> list[str]:
@@ -131,11 +128,9 @@ class _ClusterRun:
                 self._groups[pool.name] = placement_group([dict(pool.asks)], name=name)
         for name, group in self._groups.items():
             if not await asyncio.to_thread(group.wait, patient(_RESERVED_S)):
-                raise DeadlineExceeded(
-                    f"no node has the slots of pool {name} free; others use them",
-                    seen=f"{patient(_RESERVED_S):.0f} s",
-                    allowed="less for this run, or its turn",
-                )
+                message = f"no node has the slots of pool {name} free; others use them"
+                seen = f"{patient(_RESERVED_S):.0f} s"
+                raise DeadlineExceeded(message, seen=seen, allowed="less for this run, or its turn")
 
     async def look_at_nodes(self) -> None:
         """Raises ConfigError if a node runs another Python or Paceline version, or lacks the run's
@@ -153,11 +148,9 @@ class _ClusterRun:
                 if pool.services:
                     self._hosts[pool.name] = host
                 if read != nonce:
-                    raise ConfigError(
-                        f"the node of pool {pool.name} does not have the run's directory",
-                        seen=self._run.directory,
-                        allowed="a path that all nodes share",
-                    )
+                    message = f"the node of pool {pool.name} does not have the run's directory"
+                    seen = self._run.directory
+                    raise ConfigError(message, seen=seen, allowed="a path that all nodes share")
         finally:
             path.unlink(missing_ok=True)
 

@@ -97,9 +97,8 @@ def compare(pool: str, own: Mapping[str, str], there: Mapping[str, str]) -> None
     """Raises ConfigError if the pool's node has other versions."""
     for name in ("python", "paceline", "torch"):
         if name in own and name in there and own[name] != there[name]:
-            raise ConfigError(
-                f"the node of pool {pool} has another {name}", seen=there[name], allowed=own[name]
-            )
+            message = f"the node of pool {pool} has another {name}"
+            raise ConfigError(message, seen=there[name], allowed=own[name])
 
 
 def addresses(
@@ -130,11 +129,9 @@ def addresses(
 def require_ways(config: ServiceConfig) -> None:
     """Raises ConfigError if services on several nodes cannot reach each other or lack security."""
     if not config.redis.durable_url:
-        raise ConfigError(
-            "a run on several nodes needs a Redis that all of them reach",
-            seen="redis.durable_url is empty",
-            allowed="its URL, with a password",
-        )
+        message = "a run on several nodes needs a Redis that all of them reach"
+        seen = "redis.durable_url is empty"
+        raise ConfigError(message, seen=seen, allowed="its URL, with a password")
     for spec in services.services_of(len(config.addresses.gateways)):
         if spec.address_key:
             check_security(config.addresses.of(spec.address_key), config.security)

@@ -199,15 +199,11 @@ def _file_source(path: Path, cls: type[Config], section: str) -> _Source:
     values: Tree = {}
     for name, content in document.items():
         if name not in sections:
-            raise ConfigError(
-                f"{path}: unknown section{_nearest(name, [*sections])}",
-                seen=name,
-                allowed=list(sections),
-            )
+            message = f"{path}: unknown section{_nearest(name, [*sections])}"
+            raise ConfigError(message, seen=name, allowed=list(sections))
         if not isinstance(content, dict):
-            raise ConfigError(
-                f"{path}: {name} is a section, not a value", seen=content, allowed=f"[{name}]"
-            )
+            message = f"{path}: {name} is a section, not a value"
+            raise ConfigError(message, seen=content, allowed=f"[{name}]")
         if name in settings.SHARED_SECTIONS and name in cls.model_fields:
             merge(values, {name: content})
 
@@ -219,9 +215,8 @@ def _override_source(text: str, cls: type[Config], section: str) -> _Source | No
     key, equals, raw = text.partition("=")
     key = key.strip()
     if not equals or not _KEY.fullmatch(key):
-        raise ConfigError(
-            "an override is key=value with a dotted key", seen=text, allowed="e.g. run.seed=1"
-        )
+        message = "an override is key=value with a dotted key"
+        raise ConfigError(message, seen=text, allowed="e.g. run.seed=1")
     head, _, rest = key.partition(".")
     if head not in cls.model_fields and rest and head in (section, *settings.SERVICE_SECTIONS):
         if head != section:

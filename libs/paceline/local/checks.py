@@ -139,9 +139,6 @@ def check_reading(model: Path, tokenizer: Path | None = None) -> list[str]:
     found = reading_findings(model, tokenizer)
     for one in found:
         if one.verdict == "fail":
-            raise ConfigError(
-                f"the model's text would be misread: {one.check} differs from transformers",
-                seen=one.seen,
-                allowed=one.advice or None,
-            )
+            message = f"the model's text would be misread: {one.check} differs from transformers"
+            raise ConfigError(message, seen=one.seen, allowed=one.advice or None)
     return [f"{one.check}: {one.seen}" for one in found if one.verdict == "warn"]

@@ -21,14 +21,8 @@ import psutil
 import zmq
 
 from paceline.config import RunConfig
+from paceline.local import processes
 from paceline.local.patience import patient
-from paceline.local.processes import (
-    MAX_LINE_BYTES,
-    child_environment,
-    describe_exit,
-    last_lines,
-    last_words,
-)
 
 LIMIT_S = RunConfig().heartbeat_s
 """Default of run.heartbeat_s: maximum seconds of a child's stop."""
@@ -117,7 +111,7 @@ class Child:
         with log.open("ab") if log is not None else nullcontext() as output:
             begins = output.tell() if output is not None else 0
             given = {
-                "env": child_environment(dict(environment or {})),
+                "env": processes.child_environment(dict(environment or {})),
                 "stdin": asyncio.subprocess.DEVNULL,
                 "stdout": output,
                 "stderr": output,
@@ -142,7 +136,7 @@ class Child:
     @classmethod
     async def piped(cls, *command: str, environment: Mapping[str, str] | None = None) -> Child:
         """`execute` for a program that exchanges lines over stdin and stdout."""
-        pipes: dict[str, Any] = {"stdin": PIPE, "stdout": PIPE, "limit": MAX_LINE_BYTES}
+        pipes: dict[str, Any] = {"stdin": PIPE, "stdout": PIPE, "limit": processes.MAX_LINE_BYTES}
         return await cls.execute(*command, environment=environment, **pipes)
 
     @property
@@ -207,12 +201,14 @@ class Child:
     def last_words(self) -> str:
         """One line: its exit, the reason, its last error line and the path of its log."""
         if self.log is None:
-            return describe_exit(self.ended.result()) + self.verdict
-        return last_words(self.ended.result(), self.log, self._log_begins, self.verdict)
+            return processes.describe_exit(self.ended.result()) + self.verdict
+        return processes.last_words(self.ended.result(), self.log, self._log_begins, self.verdict)
 
     def last_lines(self) -> str:
         """The end of its log; "" without a log."""
-        return last_lines(self.log, since=self._log_begins) if self.log is not None else ""
+        return (
+            processes.last_lines(self.log, since=self._log_begins) if self.log is not None else ""
+        )
 
     async def _watch(self, stop_s: float) -> int:
         ending = asyncio.ensure_future(self.process.wait())

@@ -101,9 +101,8 @@ class Forker:
         described = ForkOrder(module=module, environment=whole, directory=os.getcwd())
         order = json.dumps(described).encode() + b"\n"
         if len(order) > ORDER_BYTES:
-            raise ResourceExhausted(
-                "the environment is too long", seen=f"{len(order)} bytes", allowed=ORDER_BYTES
-            )
+            message = "the environment is too long"
+            raise ResourceExhausted(message, seen=f"{len(order)} bytes", allowed=ORDER_BYTES)
         connection = await self._connected()
         try:
             with log.open("ab") if log else nullcontext() as file:

@@ -52,19 +52,15 @@ def model_directory(model: str, say: Callable[[str], None]) -> Path:
     except (errors.HfHubHTTPError, httpx.HTTPError, OSError) as error:
         cause = (isinstance(error, errors.DryRunError) and error.__cause__) or error
     if isinstance(cause, errors.GatedRepoError):
-        raise ConfigError(
-            "the Hub gives this model only to those who have asked for it",
-            seen=model,
-            allowed=f"access at https://huggingface.co/{repository}, and $HF_TOKEN",
-        ) from cause
+        message = "the Hub gives this model only to those who have asked for it"
+        allowed = f"access at https://huggingface.co/{repository}, and $HF_TOKEN"
+        raise ConfigError(message, seen=model, allowed=allowed) from cause
     if isinstance(cause, errors.RevisionNotFoundError):
         raise ConfigError("the model has no such revision on the Hub", seen=model) from cause
     if isinstance(cause, errors.RepositoryNotFoundError):
-        raise ConfigError(
-            "no such directory, and no such model on the Hub",
-            seen=model,
-            allowed="a checkpoint directory, or owner/name; a private one with $HF_TOKEN",
-        ) from cause
+        message = "no such directory, and no such model on the Hub"
+        allowed = "a checkpoint directory, or owner/name; a private one with $HF_TOKEN"
+        raise ConfigError(message, seen=model, allowed=allowed) from cause
     return _find_download(repository, revision or None, say, cause)
 
 
@@ -77,11 +73,10 @@ def _download(repository: str, revision: str | None, say: Callable[[str], None])
     HfApi().model_info(repository, revision=revision, timeout=_ASK_S)
     files = _snapshot(repository, revision, dry_run=True, etag_timeout=_ASK_S)
     if lacking := _lacking_files({file.filename for file in files}):
-        raise ConfigError(
-            "this model on the Hub is no checkpoint that can be served",
-            seen=f"{repository} without {', '.join(lacking)}",
-            allowed="config.json, tokenizer.json and model.safetensors",
-        )
+        message = "this model on the Hub is no checkpoint that can be served"
+        seen = f"{repository} without {', '.join(lacking)}"
+        allowed = "config.json, tokenizer.json and model.safetensors"
+        raise ConfigError(message, seen=seen, allowed=allowed)
     sizes = {file.filename: file.file_size or 0 for file in files if file.will_download}
     if sizes:
         size, commit = decimal(sum(sizes.values())), files[0].commit_hash[:12]

@@ -287,9 +287,8 @@ class KeptService:
             return
         if not self._policy.note_end():
             times, window_s = len(self._policy.ends), self._policy.window_s
-            raise self._failure(
-                f"{processes.describe_exit(code)}, time {times} in {window_s:.0f} s"
-            )
+            message = f"{processes.describe_exit(code)}, time {times} in {window_s:.0f} s"
+            raise self._failure(message)
         await self._policy.pause()
 
     async def _room(self) -> bool:

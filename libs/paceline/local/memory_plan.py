@@ -278,11 +278,9 @@ def sglang_plan(model: ModelConfig, gateway: Any, gpu: int) -> ServicePlan:
     routers = model.num_layers * model.hidden_size * model.experts
     weights = ITEM[gateway.engine.dtype] * ((parameters(model) - routers) // ranks + routers)
     if weights >= pool:
-        raise ConfigError(
-            "gateway.engine.sglang.memory_fraction leaves no room for keys and values",
-            seen=f"{format_size(pool)} of a GPU",
-            allowed=f"more than the weights, {format_size(weights)}",
-        )
+        message = "gateway.engine.sglang.memory_fraction leaves no room for keys and values"
+        allowed = f"more than the weights, {format_size(weights)}"
+        raise ConfigError(message, seen=f"{format_size(pool)} of a GPU", allowed=allowed)
     parts = {"weights": weights, "keys and values": pool - weights}
     stays = 0 if engine.memory_saver else pool
     return ServicePlan("gateway", gateway.worker_count * ranks, parts, stays)

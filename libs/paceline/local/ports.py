@@ -117,9 +117,8 @@ def require_free(address: str, setting: str) -> None:
         bound(host, port).close()
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
-            raise ConfigError(
-                f"{setting} cannot be bound: {error.strerror}", seen=address
-            ) from error
+            message = f"{setting} cannot be bound: {error.strerror}"
+            raise ConfigError(message, seen=address) from error
         raise Unavailable(
             f"port {port} is in use; stop what listens there or set {setting} to another address",
             reason="PORT_IN_USE",

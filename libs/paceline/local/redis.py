@@ -132,9 +132,8 @@ class RedisLauncher:
             return
         with socket.socket(socket.AF_UNIX) as probe, suppress(OSError):
             probe.connect(str(self.socket))
-            raise Unavailable(
-                f"another server of {self.directory} runs", reason="PORT_IN_USE", seen=self.socket
-            )
+            message = f"another server of {self.directory} runs"
+            raise Unavailable(message, reason="PORT_IN_USE", seen=self.socket)
 
     def exec(self) -> None:
         """Replaces this process with the server, which then owns its directory.
@@ -255,16 +254,12 @@ async def check_durable(url: str) -> str:
             except ResponseError as error:
                 return "; ".join([*doubts, f"its settings cannot be checked: {error}"])
             if info.get("role") == "slave":
-                raise ConfigError(
-                    f"Redis at {shown(url)} is a replica", allowed="the URL of its primary"
-                )
+                message = f"Redis at {shown(url)} is a replica"
+                raise ConfigError(message, allowed="the URL of its primary")
             policy = info.get("maxmemory_policy", "noeviction")
             if policy != "noeviction" and info.get("maxmemory"):
-                raise ConfigError(
-                    f"Redis at {shown(url)} throws keys away when its memory is full",
-                    seen=f"maxmemory-policy {policy}",
-                    allowed="noeviction",
-                )
+                message = f"Redis at {shown(url)} throws keys away when its memory is full"
+                raise ConfigError(message, seen=f"maxmemory-policy {policy}", allowed="noeviction")
             return "; ".join([*doubts, *await _check_persistence(client, info)])
     finally:
         await client.aclose()

@@ -112,11 +112,9 @@ def read_or_make(path: Path) -> str:
             made.unlink()
         token = path.read_text().strip()
     except OSError as error:
-        raise ConfigError(
-            f"the run's token cannot be kept: {error.strerror}",
-            seen=path,
-            allowed="a directory that this user may write, or security.run_tokens=false",
-        ) from error
+        message = f"the run's token cannot be kept: {error.strerror}"
+        allowed = "a directory that this user may write, or security.run_tokens=false"
+        raise ConfigError(message, seen=path, allowed=allowed) from error
     if not token:
         raise ConfigError("the run's token is empty", seen=path, allowed="no such file, or a token")
     return token

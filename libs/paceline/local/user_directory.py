@@ -45,12 +45,9 @@ def short_directory() -> Path:
             return _made(Path(place.format(os.getuid())) / f"paceline-{os.getuid()}", 0o700)
         except (OSError, ConfigError) as error:
             refused.append(str(error))
-    raise ConfigError(
-        "no directory with a short path can hold sockets",
-        reason="NOT_PRIVATE",
-        seen="; ".join(refused),
-        allowed=f"a place of this user alone in one of {', '.join(_SHORT_PLACES)}",
-    )
+    message = "no directory with a short path can hold sockets"
+    allowed = f"a place of this user alone in one of {', '.join(_SHORT_PLACES)}"
+    raise ConfigError(message, reason="NOT_PRIVATE", seen="; ".join(refused), allowed=allowed)
 
 
 def enterable_directory() -> Path:
@@ -69,12 +66,9 @@ def _made(directory: Path, mode: int) -> Path:
     about = directory.lstat()
     ours = about.st_uid == os.getuid() and not about.st_mode & 0o777 & ~mode
     if not (ours and stat.S_ISDIR(about.st_mode)):
-        raise ConfigError(
-            "the user's directory is not private",
-            reason="NOT_PRIVATE",
-            seen=directory,
-            allowed=f"a directory of this user with mode {mode:04o}, no link",
-        )
+        message = "the user's directory is not private"
+        allowed = f"a directory of this user with mode {mode:04o}, no link"
+        raise ConfigError(message, reason="NOT_PRIVATE", seen=directory, allowed=allowed)
     return directory
 
 

@@ -292,9 +292,8 @@ class RankLink:
         address.
         """
         if SOCKET_VARIABLE not in os.environ:
-            raise FailedPrecondition(
-                "a rank is started by its service, not by hand", seen=f"no {SOCKET_VARIABLE}"
-            )
+            message = "a rank is started by its service, not by hand"
+            raise FailedPrecondition(message, seen=f"no {SOCKET_VARIABLE}")
         processes.die_with_parent()
         keep_freed_memory()
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -123,9 +123,8 @@ class WatchedRanks(Generic[M]):
         try:
             await self._in_time(self._ready.wait(), deadline_s)
         except TimeoutError as error:
-            raise Unavailable(
-                "the ranks are not ready", seen=f"{deadline_s} s", reason="RANK_LOST"
-            ) from error
+            message = "the ranks are not ready"
+            raise Unavailable(message, seen=f"{deadline_s} s", reason="RANK_LOST") from error
 
     async def _in_time(self, awaited: Coroutine[Any, Any, T], deadline_s: float) -> T:
         """Awaits a result. Raises TimeoutError after `deadline_s` seconds without progress of the

@@ -156,9 +156,8 @@ def read_entries(path: Path) -> Iterator[dict[str, Any]]:
             try:
                 yield unpack_entry(line)
             except (ValueError, RecursionError) as error:
-                raise DataLoss(
-                    f"{path} line {number} is no journal entry", seen=line[:80]
-                ) from error
+                message = f"{path} line {number} is no journal entry"
+                raise DataLoss(message, seen=line[:80]) from error
 
 
 def read_history(path: Path) -> RunHistory:

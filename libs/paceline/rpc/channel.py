@@ -63,9 +63,8 @@ async def wait_ready(to: grpc.aio.Channel, deadline_s: float) -> None:
             await to.channel_ready()
     except TimeoutError as error:
         address = getattr(to, "address", "the peer")
-        raise Unavailable(
-            f"no connection to {address} in time", allowed=f"{deadline_s} s"
-        ) from error
+        message = f"no connection to {address} in time"
+        raise Unavailable(message, allowed=f"{deadline_s} s") from error
 
 
 async def wait_healthy(address: str, security: SecurityConfig, deadline_s: float) -> None:
@@ -91,9 +90,8 @@ async def wait_healthy(address: str, security: SecurityConfig, deadline_s: float
                         raise status.error_from_rpc(error) from error
                 await peer.wait_for_state_change(grpc.ChannelConnectivity.READY)
     except TimeoutError as error:
-        raise Unavailable(
-            f"{address} was not healthy in {deadline_s} s", seen=seen, allowed="SERVING"
-        ) from error
+        message = f"{address} was not healthy in {deadline_s} s"
+        raise Unavailable(message, seen=seen, allowed="SERVING") from error
     finally:
         await peer.close()
 

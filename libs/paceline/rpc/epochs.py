@@ -67,20 +67,13 @@ class EpochGuard:
         """
         run, epoch = context.run_id, context.epoch
         if not re.fullmatch(RUN_ID, run):
-            raise InvalidInput(
-                "a command names its run",
-                reason="RUN_ID",
-                seen=repr(run),
-                allowed=RUN_ID,
-            )
+            message = "a command names its run"
+            raise InvalidInput(message, reason="RUN_ID", seen=repr(run), allowed=RUN_ID)
 
         highest = self.highest(run, track)
         if epoch < highest:
-            raise StaleEpoch(
-                f"a newer lease of run {run} is in force",
-                seen=epoch,
-                allowed=f"at least {highest}",
-            )
+            message = f"a newer lease of run {run} is in force"
+            raise StaleEpoch(message, seen=epoch, allowed=f"at least {highest}")
         self.check_proof(context, track)
         if epoch > highest:
             self._keep(_key(run, track), epoch)
@@ -110,12 +103,9 @@ class EpochGuard:
             return
         expected = _proof(token, context.run_id, context.epoch)
         if not hmac.compare_digest(context.lease_proof.encode(), expected.encode()):
-            raise InvalidInput(
-                f"no lease of run {context.run_id} has this epoch",
-                reason=NOT_ALLOWED,
-                seen=context.epoch,
-                allowed=f"{highest}, or a lease of the coordinator",
-            )
+            message = f"no lease of run {context.run_id} has this epoch"
+            allowed = f"{highest}, or a lease of the coordinator"
+            raise InvalidInput(message, reason=NOT_ALLOWED, seen=context.epoch, allowed=allowed)
 
     def highest(self, run_id: str, track: Track) -> int:
         """Highest epoch received in a track of a run; 0 without any."""
@@ -133,11 +123,9 @@ def _read(file: Path) -> dict[str, int]:
         kept = json.loads(file.read_text(encoding="utf-8"))
         return {str(key): int(epoch) for key, epoch in kept.items()}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise DataLoss(
-            f"{file} holds no epochs; without it commands of old leases would be obeyed",
-            seen=str(error)[:120],
-            allowed="remove it when nothing of the run is alive",
-        ) from error
+        message = f"{file} holds no epochs; without it commands of old leases would be obeyed"
+        allowed = "remove it when nothing of the run is alive"
+        raise DataLoss(message, seen=str(error)[:120], allowed=allowed) from error
 
 
 def _proof(token: str, run_id: str, epoch: int) -> str:

@@ -13,10 +13,7 @@ from paceline.rpc.server import Server
 from paceline.rpc.status import rpc_errors
 from paceline.telemetry import last_span
 from paceline.v1 import progress_pb2 as pb
-from paceline.v1.progress_pb2_grpc import (
-    ProgressServiceStub,
-    add_ProgressServiceServicer_to_server,
-)
+from paceline.v1 import progress_pb2_grpc
 
 SERVICE_NAME = "paceline.v1.ProgressService"
 AGENTS, REDIS = "agents", "redis"
@@ -76,12 +73,12 @@ Answer = Callable[[], Awaitable[pb.GetProgressResponse]]
 def add_progress(server: Server, answer: Answer) -> None:
     """Adds GetProgress to a server."""
     servicer = SimpleNamespace(GetProgress=lambda request, context: answer())
-    server.add(add_ProgressServiceServicer_to_server, servicer, SERVICE_NAME)
+    server.add(progress_pb2_grpc.add_ProgressServiceServicer_to_server, servicer, SERVICE_NAME)
 
 
 async def ask_progress(connection: Any, deadline_s: float = ASK_S) -> pb.GetProgressResponse:
     """The progress of the service at the other end. Raises PacelineError if it does not answer."""
-    stub = ProgressServiceStub(connection)  # type: ignore[no-untyped-call]
+    stub = progress_pb2_grpc.ProgressServiceStub(connection)  # type: ignore[no-untyped-call]
     with rpc_errors():
         answer: pb.GetProgressResponse = await stub.GetProgress(
             pb.GetProgressRequest(), timeout=deadline_s

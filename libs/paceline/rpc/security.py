@@ -44,17 +44,13 @@ def check_security(address: str, security: SecurityConfig) -> None:
     token or mutual TLS.
     """
     if bool(security.tls_cert) != bool(security.tls_key):
-        raise ConfigError(
-            "security.tls_cert and security.tls_key go together",
-            seen=f"tls_cert={security.tls_cert!r} tls_key={security.tls_key!r}",
-        )
+        seen = f"tls_cert={security.tls_cert!r} tls_key={security.tls_key!r}"
+        raise ConfigError("security.tls_cert and security.tls_key go together", seen=seen)
 
     if security.agent_token and not security.token:
-        raise ConfigError(
-            "agents have a token and operators have none: they would be let in without",
-            seen=f"${security.agent_token_env}",
-            allowed=f"${security.token_env} beside it",
-        )
+        message = "agents have a token and operators have none: they would be let in without"
+        seen = f"${security.agent_token_env}"
+        raise ConfigError(message, seen=seen, allowed=f"${security.token_env} beside it")
     if is_loopback(address) or security.allow_insecure:
         return
     needed = {
@@ -64,12 +60,9 @@ def check_security(address: str, security: SecurityConfig) -> None:
     }
     missing = [name for name, value in needed.items() if not value]
     if missing:
-        raise ConfigError(
-            f"{address} is reachable from other machines; missing: {', '.join(missing)}",
-            reason="INSECURE_ADDRESS",
-            seen=address,
-            allowed="a loopback address, or token and TLS, or security.allow_insecure=true",
-        )
+        message = f"{address} is reachable from other machines; missing: {', '.join(missing)}"
+        allowed = "a loopback address, or token and TLS, or security.allow_insecure=true"
+        raise ConfigError(message, reason="INSECURE_ADDRESS", seen=address, allowed=allowed)
 
 
 def check_events(endpoint: str, security: SecurityConfig) -> None:
@@ -77,12 +70,9 @@ def check_events(endpoint: str, security: SecurityConfig) -> None:
     transport, _, place = endpoint.partition("://")
     local = transport in ("ipc", "inproc") or (transport == "tcp" and is_loopback(place))
     if not (local or security.curve_key or security.allow_insecure):
-        raise ConfigError(
-            f"{endpoint} is reachable from other machines; missing: security.curve_key",
-            reason="INSECURE_ADDRESS",
-            seen=endpoint,
-            allowed="a loopback endpoint, or security.curve_key, or security.allow_insecure=true",
-        )
+        message = f"{endpoint} is reachable from other machines; missing: security.curve_key"
+        allowed = "a loopback endpoint, or security.curve_key, or security.allow_insecure=true"
+        raise ConfigError(message, reason="INSECURE_ADDRESS", seen=endpoint, allowed=allowed)
 
 
 def server_credentials(security: SecurityConfig) -> grpc.ServerCredentials | None:
@@ -137,19 +127,14 @@ def check_token(
     scheme, _, token = text.partition(" ")
     scope = scope_of(security, token if scheme == "Bearer" else "")
     if scope is None:
-        raise ConfigError(
-            "the call carries no token or a wrong one",
-            reason=UNAUTHENTICATED,
-            seen="a token" if text else "no token",
-            allowed="authorization: Bearer <the server's token>",
-        )
+        message = "the call carries no token or a wrong one"
+        seen = "a token" if text else "no token"
+        allowed = "authorization: Bearer <the server's token>"
+        raise ConfigError(message, reason=UNAUTHENTICATED, seen=seen, allowed=allowed)
     if scope is Scope.AGENT and method not in AGENT_METHODS:
-        raise ConfigError(
-            "the agents' token does not open this",
-            reason=NOT_ALLOWED,
-            seen=method,
-            allowed="authorization: Bearer <the operators' token>",
-        )
+        message = "the agents' token does not open this"
+        allowed = "authorization: Bearer <the operators' token>"
+        raise ConfigError(message, reason=NOT_ALLOWED, seen=method, allowed=allowed)
 
 
 def _read(path: str, key: str) -> bytes:

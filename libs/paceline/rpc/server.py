@@ -149,10 +149,8 @@ class Server:
             else:
                 port = self._server.add_secure_port(self._address, self._credentials)
         except RuntimeError as error:
-            raise ConfigError(
-                "cannot listen there: the port is in use or not ours",
-                reason="ADDRESS",
-                seen=self._address,
-                allowed="host:port that is free; port 0 takes any",
-            ) from error
+            message = "cannot listen there: the port is in use or not ours"
+            seen = self._address
+            allowed = "host:port that is free; port 0 takes any"
+            raise ConfigError(message, reason="ADDRESS", seen=seen, allowed=allowed) from error
         return int(port)

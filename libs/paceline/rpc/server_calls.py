@@ -122,10 +122,8 @@ class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         except TimeoutError as error:
             if not cap.expired():
                 raise
-            raise errors.DeadlineExceeded(
-                "the call has no deadline and exceeds the server's own",
-                allowed=f"{self._unary_cap_s} s",
-            ) from error
+            message = "the call has no deadline and exceeds the server's own"
+            raise errors.DeadlineExceeded(message, allowed=f"{self._unary_cap_s} s") from error
 
     @asynccontextmanager
     async def _around(self, call: Any, context: Any) -> AsyncIterator[None]:
@@ -172,23 +170,19 @@ def _parsed(deserialize: _Parser | None, cap: int | None, raw: bytes) -> Any:
     or too many bytes.
     """
     if cap is not None and len(raw) > cap:
-        raise errors.InvalidInput(
-            "the request is too large",
-            reason="BODY_TOO_LARGE",
-            seen=f"{len(raw)} bytes",
-            allowed=f"{cap} bytes",
-        )
+        message = "the request is too large"
+        reason = "BODY_TOO_LARGE"
+        seen = f"{len(raw)} bytes"
+        raise errors.InvalidInput(message, reason=reason, seen=seen, allowed=f"{cap} bytes")
     if deserialize is None:
         return raw
     try:
         return deserialize(raw)
     except DecodeError as error:
-        raise errors.InvalidInput(
-            "the request is not the message that this method takes",
-            reason=MALFORMED,
-            seen=f"{len(raw)} bytes: {error}",
-            allowed="that message as protobuf",
-        ) from error
+        message = "the request is not the message that this method takes"
+        seen = f"{len(raw)} bytes: {error}"
+        allowed = "that message as protobuf"
+        raise errors.InvalidInput(message, reason=MALFORMED, seen=seen, allowed=allowed) from error
 
 
 async def _all_parsed(

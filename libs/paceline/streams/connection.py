@@ -174,21 +174,15 @@ def redis_errors(client: redis.asyncio.Redis, operation: str) -> Iterator[None]:
     try:
         yield
     except OUTAGE_ERRORS as error:
-        raise Unavailable(
-            f"Redis at {address_of(client)} does not answer: {operation}: {error}"
-        ) from error
+        message = f"Redis at {address_of(client)} does not answer: {operation}: {error}"
+        raise Unavailable(message) from error
     except ResponseError as error:
         if (full := _full(error)) is None:
-            raise InvalidInput(
-                f"Redis at {address_of(client)} refused: {operation}: {error}"
-            ) from error
+            message = f"Redis at {address_of(client)} refused: {operation}: {error}"
+            raise InvalidInput(message) from error
         fault, needed = full
-        raise ResourceExhausted(
-            f"Redis at {address_of(client)} {fault}: {operation}",
-            reason=REDIS_FULL,
-            seen=error,
-            allowed=needed,
-        ) from error
+        message = f"Redis at {address_of(client)} {fault}: {operation}"
+        raise ResourceExhausted(message, reason=REDIS_FULL, seen=error, allowed=needed) from error
 
 
 def _full(error: ResponseError) -> tuple[str, str] | None:

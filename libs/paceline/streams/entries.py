@@ -70,20 +70,16 @@ class FeatureBatch:
     def __post_init__(self) -> None:
         if self.hidden.dtype not in FEATURE_DTYPES or len(self.hidden.shape) != 2:
             seen = (self.hidden.dtype, self.hidden.shape)
-            raise InvalidInput(
-                "hidden rows have another form", seen=seen, allowed=f"[T, H] of {FEATURE_DTYPES}"
-            )
+            message = "hidden rows have another form"
+            raise InvalidInput(message, seen=seen, allowed=f"[T, H] of {FEATURE_DTYPES}")
 
         rows = self.rows
         lengths = tuple(
             array.shape for array in (self.token_ids, self.positions, self.mask, self.versions)
         )
         if lengths != ((rows + 1,), (rows,), (rows,), (rows,)):
-            raise InvalidInput(
-                "arrays of a feature batch do not fit its rows",
-                seen=lengths,
-                allowed=f"{rows} rows",
-            )
+            message = "arrays of a feature batch do not fit its rows"
+            raise InvalidInput(message, seen=lengths, allowed=f"{rows} rows")
 
     @property
     def rows(self) -> int:
@@ -150,11 +146,8 @@ def decode_trajectory(entry: Mapping[str, str], payload: bytes) -> Trajectory:
         header = _header_of(entry)
         ways, written = header.pop("ways"), header.pop("crc32")
         if written != zlib.crc32(payload):
-            raise DataLoss(
-                "payload of a trajectory does not match its checksum",
-                seen=zlib.crc32(payload),
-                allowed=written,
-            )
+            message = "payload of a trajectory does not match its checksum"
+            raise DataLoss(message, seen=zlib.crc32(payload), allowed=written)
         values = fields_of(Trajectory, header, TRAJECTORY_HEADER) | _arrays(payload, ways)
         return Trajectory(**values)
     except _DAMAGED as error:
@@ -195,11 +188,8 @@ def _array(
 ) -> npt.NDArray[Any]:
     tensor = read[name]
     if (tensor.dtype, len(tensor.shape)) != (dtype, dimensions):
-        raise DataLoss(
-            f"tensor {name} has another form",
-            seen=(tensor.dtype, tensor.shape),
-            allowed=f"{dtype} with {dimensions} dimensions",
-        )
+        message, seen = f"tensor {name} has another form", (tensor.dtype, tensor.shape)
+        raise DataLoss(message, seen=seen, allowed=f"{dtype} with {dimensions} dimensions")
     return as_numpy(tensor)
 
 

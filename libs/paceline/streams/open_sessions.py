@@ -175,14 +175,12 @@ class OpenSessions:
             texts = [json.dumps(one, allow_nan=False) for one in (note, kept)]
             value = "\n".join((self._mark, key_hash, *texts))
         except (TypeError, ValueError) as error:
-            raise InvalidInput(
-                f"the record of session {session_id} is not JSON: {error}"
-            ) from error
+            message = f"the record of session {session_id} is not JSON: {error}"
+            raise InvalidInput(message) from error
 
         if len(value) > MAX_RECORD_BYTES:
-            raise InvalidInput(
-                "the record of a session is too long", seen=len(value), allowed=MAX_RECORD_BYTES
-            )
+            message = "the record of a session is too long"
+            raise InvalidInput(message, seen=len(value), allowed=MAX_RECORD_BYTES)
 
         return value
 

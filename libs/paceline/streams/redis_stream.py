@@ -93,9 +93,8 @@ class RedisStream:
         """
         sizes = [entry_bytes(*entry) for entry in entries]
         if self._budget is not None and max(sizes, default=0) > self._budget:
-            raise ResourceExhausted(
-                f"one entry exceeds the budget of {self.key}", seen=max(sizes), allowed=self._budget
-            )
+            message = f"one entry exceeds the budget of {self.key}"
+            raise ResourceExhausted(message, seen=max(sizes), allowed=self._budget)
         with connection.redis_errors(self._client, f"append to {self.key}"):
             pipe = self._client.pipeline(transaction=True)
             for size, entry in zip(sizes, entries, strict=True):

@@ -156,9 +156,8 @@ def task_of(
     elif "question" in record:
         used, messages, answer, found = _gsm8k(place, record)
     else:
-        raise TaskFileError(
-            f"{place}: no column holds the prompt", seen=list(record), allowed=ALLOWED
-        )
+        message = f"{place}: no column holds the prompt"
+        raise TaskFileError(message, seen=list(record), allowed=ALLOWED)
     system = _text(place, record, SYSTEM) if SYSTEM in record else columns.system_prompt
     if isinstance(messages, str):
         prompt = messages
@@ -169,9 +168,8 @@ def task_of(
         asked = [{"role": SYSTEM, "content": system}, *asked]
     task_id = _id(place, record) if "task_id" in record else f"row-{number}"
     if not task_id or not prompt:
-        raise TaskFileError(
-            f"{place}: task_id and prompt must not be empty", seen=[task_id, prompt]
-        )
+        message = f"{place}: task_id and prompt must not be empty"
+        raise TaskFileError(message, seen=[task_id, prompt])
     told = {MESSAGES: json.dumps(asked, ensure_ascii=False)} if asked else {}
     used = ("task_id", SYSTEM, *used)
     return Task(task_id, prompt, answer, _rest(record, used) | found | told)
@@ -225,11 +223,9 @@ def _chat(place: str, record: Mapping[str, object], name: str) -> _Found:
     if messages and messages[-1]["role"] == "assistant":
         answer = messages.pop()["content"] if "answer" not in record else answer
     if not messages or messages[-1]["role"] != "user":
-        raise TaskFileError(
-            f"{place}: {name} has no last message of the user",
-            seen=[one["role"] for one in messages],
-            allowed="a last message of the user, which one of the assistant may answer",
-        )
+        message = f"{place}: {name} has no last message of the user"
+        allowed = "a last message of the user, which one of the assistant may answer"
+        raise TaskFileError(message, seen=[one["role"] for one in messages], allowed=allowed)
     return (name, "answer"), messages, answer, {}
 
 
@@ -259,9 +255,8 @@ def _rest(record: Mapping[str, object], used: Sequence[str]) -> dict[str, str]:
 
 def _list(place: str, name: str, value: object) -> list[Any]:
     if not isinstance(value, list):
-        raise TaskFileError(
-            f"{place}: {name} is no list", seen=repr(value)[:80], allowed="a list of messages"
-        )
+        message = f"{place}: {name} is no list"
+        raise TaskFileError(message, seen=repr(value)[:80], allowed="a list of messages")
     return value
 
 
@@ -269,11 +264,9 @@ def _message(place: str, name: str, one: Any) -> dict[str, str]:
     role = one.get("role") if isinstance(one, Mapping) else None
     content = one.get("content") if isinstance(one, Mapping) else None
     if role not in ROLES or not isinstance(content, str):
-        raise TaskFileError(
-            f"{place}: {name} is a message of another form",
-            seen=repr(one)[:80],
-            allowed=f"role ({', '.join(ROLES)}) and content, which is text",
-        )
+        message = f"{place}: {name} is a message of another form"
+        allowed = f"role ({', '.join(ROLES)}) and content, which is text"
+        raise TaskFileError(message, seen=repr(one)[:80], allowed=allowed)
     return {"role": str(role), "content": content}
 
 
@@ -292,21 +285,18 @@ def _answer(place: str, record: Mapping[str, object]) -> str:
         return str(value)
     if isinstance(value, float | Decimal):
         if not math.isfinite(value):
-            raise TaskFileError(
-                f"{place}: field 'answer' is not finite", seen=value, allowed="text or a number"
-            )
+            message = f"{place}: field 'answer' is not finite"
+            raise TaskFileError(message, seen=value, allowed="text or a number")
         return str(int(value)) if value == int(value) else str(value)
     return _text(place, record, "answer", "text or a number")
 
 
 def _text(place: str, record: Mapping[str, object], name: str, allowed: str = "text") -> str:
     if name not in record:
-        raise TaskFileError(
-            f"{place}: field {name!r} is missing", seen=list(record), allowed=ALLOWED
-        )
+        message = f"{place}: field {name!r} is missing"
+        raise TaskFileError(message, seen=list(record), allowed=ALLOWED)
     value = record[name]
     if not isinstance(value, str):
-        raise TaskFileError(
-            f"{place}: field {name!r} is not {allowed}", seen=repr(value)[:80], allowed=allowed
-        )
+        message = f"{place}: field {name!r} is not {allowed}"
+        raise TaskFileError(message, seen=repr(value)[:80], allowed=allowed)
     return value

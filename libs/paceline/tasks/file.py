@@ -17,20 +17,12 @@ from typing import Any, overload
 
 import numpy as np
 
+from paceline import tasks
 from paceline.errors import LONE_SURROGATE, ConfigError, InvalidInput
-from paceline.tasks import (
-    MESSAGES,
-    USUAL,
-    Columns,
-    Task,
-    TaskFileError,
-    generated,
-    task_of,
-    verifiers,
-)
+from paceline.tasks import generated, verifiers
 from paceline.whole_files import writing
 
-Keep = Callable[[Task], bool]
+Keep = Callable[[tasks.Task], bool]
 ALLOWED = f".jsonl, .parquet (several: *.parquet), {generated.ALLOWED} or {verifiers.ALLOWED}"
 Record = Mapping[str, object]
 MAX_DEPTH = 64
@@ -39,14 +31,14 @@ BATCH = 1024
 """Rows converted to Python objects at once."""
 
 
-class TaskFile(Sequence[Task]):
+class TaskFile(Sequence[tasks.Task]):
     """The tasks of a .jsonl file, of .parquet files or of another source, in order."""
 
     def __init__(
         self,
         path: str | Path,
         keep: Keep | None = None,
-        columns: Columns = USUAL,
+        columns: tasks.Columns = tasks.USUAL,
         python: str = "",
     ) -> None:
         """`keep`: whether to include a task. `columns`: columns of its parts. `python`: of an
@@ -63,11 +55,11 @@ class TaskFile(Sequence[Task]):
         content, seen = hashlib.sha256(), dict[int, int]()
         for number, record in read_records(path, python):
             place = place_of(path, number)
-            task = task_of(place, number, record, columns)
+            task = tasks.task_of(place, number, record, columns)
             first = seen.setdefault(_digest(task.task_id), number)
             if first != number:
                 text = f"{place}: task_id was already used at {place_of(path, first)}"
-                raise TaskFileError(text, seen=task.task_id)
+                raise tasks.TaskFileError(text, seen=task.task_id)
             try:
                 kept = keep is None or keep(task)
             except InvalidInput as error:
@@ -76,13 +68,13 @@ class TaskFile(Sequence[Task]):
                 self._add(number, task)
                 content.update(json.dumps(_content(task)).encode())
         if not seen:
-            raise TaskFileError("a task file holds no task", seen=path, allowed="1 or more")
+            raise tasks.TaskFileError("a task file holds no task", seen=path, allowed="1 or more")
         with writing(Path(tempfile.gettempdir())):
             self._file.flush()
         self.digest = content.hexdigest()[:16]
         """Hash of ids, prompts, conversations and answers, in order."""
 
-    def _add(self, number: int, task: Task) -> None:
+    def _add(self, number: int, task: tasks.Task) -> None:
         text = json.dumps([task.task_id, task.prompt, task.answer, task.metadata]).encode()
         with writing(Path(tempfile.gettempdir())):
             self._file.write(text)
@@ -95,17 +87,17 @@ class TaskFile(Sequence[Task]):
         return len(self._sizes)
 
     @overload
-    def __getitem__(self, index: int) -> Task: ...
+    def __getitem__(self, index: int) -> tasks.Task: ...
 
     @overload
-    def __getitem__(self, index: slice) -> list[Task]: ...
+    def __getitem__(self, index: slice) -> list[tasks.Task]: ...
 
-    def __getitem__(self, index: int | slice) -> Task | list[Task]:
+    def __getitem__(self, index: int | slice) -> tasks.Task | list[tasks.Task]:
         if isinstance(index, slice):
             return [self[one] for one in range(*index.indices(len(self)))]
         at = range(len(self))[index]
         start, end = self._ends[at : at + 2]
-        return Task(*json.loads(os.pread(self._file.fileno(), end - start, start)))
+        return tasks.Task(*json.loads(os.pread(self._file.fileno(), end - start, start)))
 
     def largest(self, count: int, among: int | None = None) -> tuple[int, str]:
         """Bytes of the texts of the `count` largest tasks together, and the place of the largest.
@@ -132,14 +124,14 @@ class TaskFile(Sequence[Task]):
             )
 
 
-def read_tasks(path: str | Path, columns: Columns = USUAL) -> list[Task]:
+def read_tasks(path: str | Path, columns: tasks.Columns = tasks.USUAL) -> list[tasks.Task]:
     """Every task of a small file at once; see TaskFile."""
     return list(TaskFile(path, columns=columns))
 
 
-def _content(task: Task) -> list[str]:
+def _content(task: tasks.Task) -> list[str]:
     """The content of a task; a plain one has no conversation."""
-    told = [task.metadata[MESSAGES]] if MESSAGES in task.metadata else []
+    told = [task.metadata[tasks.MESSAGES]] if tasks.MESSAGES in task.metadata else []
     return [task.task_id, task.prompt, task.answer, *told]
 
 
@@ -167,16 +159,17 @@ def read_records(path: Path, python: str = "") -> Iterator[tuple[int, Record]]:
     if not path.exists() and "*" in path.name and path.suffix == ".parquet":
         shards = sorted(path.parent.glob(path.name))
     if not shards and not path.exists():
-        raise TaskFileError(f"task file {path} does not exist")
+        raise tasks.TaskFileError(f"task file {path} does not exist")
     if path.is_file() and path.suffix == ".jsonl":
         yield from _json_lines(path)
         return
     if path.is_dir():
         message, allowed = "a directory is no task file", f"{path}/train-*.parquet, or such"
-        raise TaskFileError(message, seen=path, allowed=allowed)
+        raise tasks.TaskFileError(message, seen=path, allowed=allowed)
     if path.suffix != ".parquet":
-        raise TaskFileError(
-            f"task file {path} has an unknown ending", seen=repr(path.suffix), allowed=ALLOWED
+        seen = repr(path.suffix)
+        raise tasks.TaskFileError(
+            f"task file {path} has an unknown ending", seen=seen, allowed=ALLOWED
         )
     yield from enumerate(_parquet_rows(shards or [path]), start=1)
 
@@ -195,11 +188,11 @@ def _json_record(place: str, raw: bytes) -> Record:
     try:
         record = _read_json(raw)
     except (ValueError, RecursionError) as error:
-        raise TaskFileError(
-            f"{place}: not a JSON object in UTF-8 ({error})", seen=raw[:80]
-        ) from error
+        message = f"{place}: not a JSON object in UTF-8 ({error})"
+        raise tasks.TaskFileError(message, seen=raw[:80]) from error
     if not isinstance(record, dict):
-        raise TaskFileError(f"{place}: not a JSON object", seen=raw[:80], allowed="a JSON object")
+        seen = raw[:80]
+        raise tasks.TaskFileError(f"{place}: not a JSON object", seen=seen, allowed="a JSON object")
     _check_values(place, record)
     return record
 
@@ -215,7 +208,7 @@ def _rows(batches: Iterable[Any], fault: str) -> Iterator[Record]:
             for first in range(0, batch.num_rows, BATCH):
                 yield from batch.slice(first, BATCH).to_pylist()
     except (ArrowException, OSError) as error:
-        raise TaskFileError(f"{fault} ({error})") from error
+        raise tasks.TaskFileError(f"{fault} ({error})") from error
 
 
 def _parquet_rows(files: Sequence[Path]) -> Iterator[Record]:
@@ -269,11 +262,9 @@ def _check_values(place: str, record: Record) -> None:
     while left:
         name, value, depth = left.pop()
         if depth > MAX_DEPTH:
-            raise TaskFileError(
-                f"{place}: field {name[:80]!r} is nested too deep",
-                seen=f"over {MAX_DEPTH} levels",
-                allowed=f"{MAX_DEPTH} levels",
-            )
+            message = f"{place}: field {name[:80]!r} is nested too deep"
+            seen = f"over {MAX_DEPTH} levels"
+            raise tasks.TaskFileError(message, seen=seen, allowed=f"{MAX_DEPTH} levels")
         if isinstance(value, str):
             _check_text(place, f"field {name[:80]!r}", value)
         elif isinstance(value, list):
@@ -287,8 +278,6 @@ def _check_values(place: str, record: Record) -> None:
 def _check_text(place: str, what: str, text: str) -> None:
     if (at := LONE_SURROGATE.search(text)) is None:
         return
-    raise TaskFileError(
-        f"{place}: {what} holds half of a surrogate pair, which UTF-8 cannot spell",
-        seen=repr(text[max(0, at.start() - 20) : at.end() + 20]),
-        allowed="whole characters",
-    )
+    message = f"{place}: {what} holds half of a surrogate pair, which UTF-8 cannot spell"
+    seen = repr(text[max(0, at.start() - 20) : at.end() + 20])
+    raise tasks.TaskFileError(message, seen=seen, allowed="whole characters")

@@ -21,6 +21,7 @@ from threading import Thread
 from typing import Any
 
 import structlog
+from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.metrics import NoOpMeterProvider
@@ -32,14 +33,6 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.id_generator import IdGenerator
-from opentelemetry.trace import (
-    NonRecordingSpan,
-    NoOpTracer,
-    Span,
-    SpanContext,
-    TraceFlags,
-    get_current_span,
-)
 from prometheus_client import CollectorRegistry, generate_latest
 
 from paceline import telemetry
@@ -79,7 +72,7 @@ def stop() -> None:
     """Implements telemetry.shutdown."""
     stops, exporters = _Running.stops, _Running.exporters
     _Running.stops, _Running.exporters, _Running.registry = (), (), None
-    telemetry.use_tracer(NoOpTracer())
+    telemetry.use_tracer(trace.NoOpTracer())
     metrics.use_meter(NoOpMeterProvider())
     if exporters:
         _stop_in_time(stops, exporters)
@@ -152,19 +145,19 @@ def _otlp_exporter(signal: str, name: str) -> Any:
     return exporter
 
 
-class _TraceIds(NoOpTracer):
+class _TraceIds(trace.NoOpTracer):
     """Passes on the caller's context. Without a caller, it begins a trace for log lines, errors and
     other processes.
     """
 
     def start_span(
         self, name: str, context: Context | None = None, *args: Any, **named: Any
-    ) -> Span:
-        if get_current_span(context).get_span_context().is_valid:
+    ) -> trace.Span:
+        if trace.get_current_span(context).get_span_context().is_valid:
             return super().start_span(name, context)
-        ids, sampled = _SystemIds(), TraceFlags(TraceFlags.SAMPLED)
+        ids, sampled = _SystemIds(), trace.TraceFlags(trace.TraceFlags.SAMPLED)
         trace_id, span_id = ids.generate_trace_id(), ids.generate_span_id()
-        return NonRecordingSpan(SpanContext(trace_id, span_id, False, sampled))
+        return trace.NonRecordingSpan(trace.SpanContext(trace_id, span_id, False, sampled))
 
 
 class _LastSpan(SpanProcessor):

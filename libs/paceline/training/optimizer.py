@@ -137,11 +137,8 @@ def quantised_adamw(
     `settings`: arguments of torch's AdamW.
     """
     if find_spec("torchao") is None:
-        raise ConfigError(
-            "moments of eight bits need torchao: pip install 'paceline[int8]'",
-            seen="optimizer.moments=int8",
-            allowed="float32 without it",
-        )
+        message = "moments of eight bits need torchao: pip install 'paceline[int8]'"
+        raise ConfigError(message, seen="optimizer.moments=int8", allowed="float32 without it")
     from torchao.optim import AdamW8bit  # takes seconds to import
     from torchao.optim.subclass_8bit import OptimState8bit
 

@@ -134,9 +134,8 @@ def _fill(name: str, tensor: Tensor, pieces: Sequence[Piece]) -> None:
         _take(name, target, piece[begin - first : max(end, begin) - first], whole, tensor)
         held += last - first
     if held != tensor.shape[0]:
-        raise DataLoss(
-            f"a checkpoint misses a part of {name}", seen=f"{held} rows", allowed=tensor.shape[0]
-        )
+        message = f"a checkpoint misses a part of {name}"
+        raise DataLoss(message, seen=f"{held} rows", allowed=tensor.shape[0])
 
 
 def _take(name: str, target: Tensor, part: Tensor, shape: Sequence[int], tensor: Tensor) -> None:
@@ -222,9 +221,8 @@ def load_causal_lm(directory: Path, dtype: torch.dtype) -> Any:
             attn_implementation="sdpa",
         )
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"no model can be loaded from {directory}: {error}", seen=directory
-        ) from error
+        message = f"no model can be loaded from {directory}: {error}"
+        raise ConfigError(message, seen=directory) from error
 
 
 def write_causal_lm(

@@ -75,11 +75,9 @@ class Assembly:
         first, last = start + chunk.offset, start + chunk.offset + len(data)
         self._check(chunk, zlib.crc32(data), chunk.crc32)  # damaged requests are sent again
         if not first < last <= end:
-            raise InvalidInput(
-                f"{self._name(chunk)} has a wrong length",
-                seen=len(data),
-                allowed=f"1 to {end - first}" if chunk.offset else end - start,
-            )
+            message = f"{self._name(chunk)} has a wrong length"
+            allowed = f"1 to {end - first}" if chunk.offset else end - start
+            raise InvalidInput(message, seen=len(data), allowed=allowed)
         self._started_s = self._started_s or time.monotonic()
         if self._checksums[index] is not None:
             self._check(chunk, chunk.crc32, zlib.crc32(self.buffer[first:last]))
@@ -103,9 +101,8 @@ class Assembly:
                 self._count_of_parts -= 1
                 first, last = min(at, first), max(end, last)
         if self._count_of_parts >= MOST_PARTS:
-            raise ResourceExhausted(
-                "a version arrives in too many parts", seen=MOST_PARTS + 1, allowed=MOST_PARTS
-            )
+            message = "a version arrives in too many parts"
+            raise ResourceExhausted(message, seen=MOST_PARTS + 1, allowed=MOST_PARTS)
         known[first] = last
         self._count_of_parts += 1
         return sum(end - at for at, end in known.items())
@@ -121,9 +118,8 @@ class Assembly:
 
     def _check(self, chunk: PushRequest, seen: int, allowed: int) -> None:
         if seen != allowed:
-            raise DataLoss(
-                f"{self._name(chunk)} is corrupt", seen=f"{seen:#010x}", allowed=f"{allowed:#010x}"
-            )
+            message = f"{self._name(chunk)} is corrupt"
+            raise DataLoss(message, seen=f"{seen:#010x}", allowed=f"{allowed:#010x}")
 
     def check_content(self) -> None:
         """Raises DataLoss when the chunks differ from the content or delta of the manifest,

@@ -57,9 +57,8 @@ def chunk_count(manifest: Manifest) -> int:
 def chunk_span(manifest: Manifest, index: int) -> tuple[int, int]:
     """Byte range of chunk `index`; raises InvalidInput for an index out of range."""
     if not 0 <= index < chunk_count(manifest):
-        raise InvalidInput(
-            "chunk index is out of range", seen=index, allowed=f"0 to {chunk_count(manifest) - 1}"
-        )
+        message = "chunk index is out of range"
+        raise InvalidInput(message, seen=index, allowed=f"0 to {chunk_count(manifest) - 1}")
     start = index * manifest.chunk_bytes
     return start, min(start + manifest.chunk_bytes, stream_bytes(manifest))
 

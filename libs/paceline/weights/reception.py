@@ -180,11 +180,8 @@ class Reception:
         """
         async with self._writer:
             if part[1] == part_version(self.serving, part[0]):
-                raise WeightsError(
-                    "a serving version cannot be aborted",
-                    seen=_name(part),
-                    allowed="a prepared version",
-                )
+                message = "a serving version cannot be aborted"
+                raise WeightsError(message, seen=_name(part), allowed="a prepared version")
             await self._forget(part)
 
     async def _remove_damaged(self, part: Part) -> bool:
@@ -210,11 +207,8 @@ class Reception:
                 del self._receiving[part]  # the same content now arrives in another encoding
             return False
         if assembly is None and part not in self._spool.prepared:
-            raise WeightsError(
-                f"{_name(part)} is kept with other content",
-                seen=manifest.content_hash,
-                allowed=known.content_hash,
-            )
+            message = f"{_name(part)} is kept with other content"
+            raise WeightsError(message, seen=manifest.content_hash, allowed=known.content_hash)
         VERSIONS_REPLACED.record(target=target_name(part[0]))
         _log.warning("version_replaced", version=_name(part))
         await self._forget(part)
@@ -246,9 +240,8 @@ class Reception:
         ahead = {one for one in (*self._receiving, *self._spool.prepared) if one[0] == part[0]}
         if len(ahead) >= MAX_IN_FLIGHT:
             seen = ", ".join(sorted(map(_name, ahead)))
-            raise ResourceExhausted(
-                "too many versions are in flight", seen=seen, allowed=f"{MAX_IN_FLIGHT} a target"
-            )
+            message = "too many versions are in flight"
+            raise ResourceExhausted(message, seen=seen, allowed=f"{MAX_IN_FLIGHT} a target")
 
     async def _content(self, part: Part, assembly: Assembly) -> memoryview:
         """The whole content of a complete version."""
@@ -302,9 +295,8 @@ class Reception:
     def _check_commit(self, versions: VersionSet, targets: tuple[int, ...]) -> None:
         serving = self.serving
         if versions.seq <= serving.seq and versions != self._spool.sets.former:
-            raise WeightsError(
-                "seq of a commit must grow", seen=versions.seq, allowed=f"> {serving.seq}"
-            )
+            message = "seq of a commit must grow"
+            raise WeightsError(message, seen=versions.seq, allowed=f"> {serving.seq}")
         for target in targets:
             version = part_version(versions, target)
             here = {0, part_version(serving, target)}
@@ -312,9 +304,8 @@ class Reception:
                 allowed = sorted(
                     here | {one for kind, one in self._spool.spooled() if kind == target}
                 )
-                raise WeightsError(
-                    f"{target_name(target)} version is not prepared", seen=version, allowed=allowed
-                )
+                message = f"{target_name(target)} version is not prepared"
+                raise WeightsError(message, seen=version, allowed=allowed)
 
     def _forget_older(self, versions: VersionSet) -> None:
         """Drops versions up to the serving ones, since they can no longer be committed as new."""

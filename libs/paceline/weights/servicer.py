@@ -99,11 +99,8 @@ class Forward:
             parts = _arriving(assembly, wanted.wanted_chunks, ends_s)
         response = await sending.stream(parts)
         if response.missing_chunks:
-            raise WeightsError(
-                f"{version_name(manifest)} misses chunks at the next gateway",
-                seen=response.missing_chunks,
-                allowed=0,
-            )
+            message = f"{version_name(manifest)} misses chunks at the next gateway"
+            raise WeightsError(message, seen=response.missing_chunks, allowed=0)
 
     async def _stored(
         self, manifest: pb.Manifest, wanted: Collection[int]
@@ -179,11 +176,8 @@ class WeightServicer(WeightServiceServicer):
         check_manifest(manifest)
         if manifest.target not in self._targets:
             allowed = ", ".join(target_name(target) for target in self._targets)
-            raise InvalidInput(
-                "this receiver does not accept the target",
-                seen=target_name(manifest.target),
-                allowed=allowed,
-            )
+            message = "this receiver does not accept the target"
+            raise InvalidInput(message, seen=target_name(manifest.target), allowed=allowed)
         with self.reception.working("prepares for weights"):
             answer = await self._whole(self.reception.prepare(manifest))
             if self._forward is not None:
@@ -211,9 +205,8 @@ class WeightServicer(WeightServiceServicer):
                     self._check_first(chunk)
                     part = (chunk.target, chunk.version)
                 elif part != (chunk.target, chunk.version):
-                    raise InvalidInput(
-                        "a push moves one version", seen=(chunk.target, chunk.version), allowed=part
-                    )
+                    message = "a push moves one version"
+                    raise InvalidInput(message, seen=(chunk.target, chunk.version), allowed=part)
                 assembly = self.reception.receiving(part, assembly)
                 received += assembly.place(chunk)
         finally:
@@ -234,9 +227,8 @@ class WeightServicer(WeightServiceServicer):
 
     def _check_first(self, chunk: pb.PushRequest) -> None:
         if not chunk.HasField("context"):
-            raise InvalidInput(
-                "the first chunk of a push carries no context", seen="absent", allowed="present"
-            )
+            message = "the first chunk of a push carries no context"
+            raise InvalidInput(message, seen="absent", allowed="present")
         self._guard.check(chunk.context, _track_of(chunk.target))
 
     async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:
@@ -248,9 +240,8 @@ class WeightServicer(WeightServiceServicer):
         versions = versions_from_proto(request.versions)
         mode = request.mode or engine.PAUSE_MODE_IN_PLACE
         if mode not in engine.PauseMode.values():
-            raise InvalidInput(
-                "there is no such pause mode", seen=int(mode), allowed=engine.PauseMode.keys()[1:]
-            )
+            message = "there is no such pause mode"
+            raise InvalidInput(message, seen=int(mode), allowed=engine.PauseMode.keys()[1:])
         with self.reception.working("commits weights"):
             judge = request.judge if request.HasField("judge") else None
             await self._whole(

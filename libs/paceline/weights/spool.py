@@ -119,12 +119,10 @@ class Spool:
                 spare.unlink(missing_ok=True)
         free = shutil.disk_usage(self._directory).free
         if nbytes > free:
-            raise ResourceExhausted(
-                f"no room for a version in {self._directory}",
-                reason=DISK_FULL,
-                seen=f"{nbytes} bytes",
-                allowed=f"{free} bytes are free",
-            )
+            message = f"no room for a version in {self._directory}"
+            reason = DISK_FULL
+            allowed = f"{free} bytes are free"
+            raise ResourceExhausted(message, reason=reason, seen=f"{nbytes} bytes", allowed=allowed)
 
     def room_for(self, nbytes: int) -> memoryview:
         """As chunks.room_for, in a file of the spool if memory lacks room."""
@@ -168,9 +166,8 @@ class Spool:
         part = (manifest.target, manifest.version)
         spooled, path = self.manifest(*part), self._folder(*part)
         if spooled is not None and spooled != manifest:
-            raise WeightsError(
-                f"{path.name} is spooled with another content", seen=manifest.content_hash
-            )
+            message = f"{path.name} is spooled with another content"
+            raise WeightsError(message, seen=manifest.content_hash)
         if spooled is None:
             try:
                 with writing(path):

@@ -28,9 +28,8 @@ async def run_started(calls: base.Calls) -> events.RunStarted:
     settings = await _settings(calls)
     served = (await weights.versions_at_gateways(calls, _QUERY_DEADLINE_S))[0]
     if not settings.workers:
-        raise errors.FailedPrecondition(
-            "the gateway has no engine workers", seen=0, allowed="1 or more"
-        )
+        message = "the gateway has no engine workers"
+        raise errors.FailedPrecondition(message, seen=0, allowed="1 or more")
     return events.RunStarted(calls.now(), settings, versions_from_proto(served.versions))
 
 
@@ -58,9 +57,8 @@ async def _settings(calls: base.Calls) -> RunSettings:
         for status in await gateways.ask_all(calls, "GetStatus", request, _QUERY_DEADLINE_S)
     ]
     if len({*found}) > 1:
-        raise errors.ConfigError(
-            "all gateways have equally many workers", seen=found, allowed=found[:1]
-        )
+        message = "all gateways have equally many workers"
+        raise errors.ConfigError(message, seen=found, allowed=found[:1])
     settings = calls.config.machine_settings(sum(found))
     leasable = found[0] if len(found) > 1 else 0
     return replace(settings, leasable_workers=leasable, tasks=calls.source.described)

@@ -185,9 +185,8 @@ def _enough(config: CoordinatorConfig, path: str) -> TaskFile:
     keep = import_filter(own, "task filter") if own else None
     tasks = TaskFile(path, keep, config.columns, config.run.verifiers_python)
     if len(tasks) < config.prompts_per_step:
-        raise ConfigError(
-            f"{path} has too few tasks", seen=config.prompts_per_step, allowed=f"1..{len(tasks)}"
-        )
+        message = f"{path} has too few tasks"
+        raise ConfigError(message, seen=config.prompts_per_step, allowed=f"1..{len(tasks)}")
     rounds = config.dynamic_sampling_rounds
     if len(tasks) < config.prompts_per_step * (1 + rounds):
         raise ConfigError(

@@ -92,11 +92,8 @@ def _event(values: Mapping[str, Any]) -> Event:
     name, data = values.get("event"), values.get("data")
     cls = classes.get(name) if isinstance(name, str) else None
     if cls is None:
-        raise DataLoss(
-            "the journal names an event that is not known here",
-            seen=name,
-            allowed=", ".join(classes),
-        )
+        message = "the journal names an event that is not known here"
+        raise DataLoss(message, seen=name, allowed=", ".join(classes))
     if not isinstance(data, Mapping) or "at_s" in data:
         raise DataLoss(f"the data of {name} is no object of its fields", seen=str(data)[:200])
     return from_object(cls, {"at_s": values.get("at_s"), **data})

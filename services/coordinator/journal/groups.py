@@ -74,11 +74,8 @@ class ClosedGroups:
             every, wanted = portion.groups is None, set(schedule.bits(portion.groups or 0))
             found = [one for one in (known or {}).values() if every or one.place in wanted]
             if known is None or not {group.place for group in found} >= wanted:
-                raise InternalError(
-                    "the groups of this step are not known",
-                    seen=portion.step,
-                    allowed=sorted(self._steps),
-                )
+                message = "the groups of this step are not known"
+                raise InternalError(message, seen=portion.step, allowed=sorted(self._steps))
             chosen += found
         return chosen
 

@@ -124,9 +124,8 @@ class ShardedDrafter:
         """
         found, here = dict(shards.tensors_of(state)), self.named()
         if found.keys() != here.keys():
-            raise DataLoss(
-                "a state of another drafter", seen=sorted(found)[:4], allowed=sorted(here)[:4]
-            )
+            message = "a state of another drafter"
+            raise DataLoss(message, seen=sorted(found)[:4], allowed=sorted(here)[:4])
         for key, value in here.items():
             checkpoints.copy_local(found[key], value)
 

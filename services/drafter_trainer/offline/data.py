@@ -76,9 +76,8 @@ def read_samples(path: Path, text: Callable[[], ModelText], vocab_size: int) -> 
     """
     files = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES) if path.is_dir() else [path]
     if not files or not files[0].is_file() or files[0].suffix not in SUFFIXES:
-        raise ConfigError(
-            "no training data there", seen=path, allowed=f"a file or a directory of {SUFFIXES}"
-        )
+        message = "no training data there"
+        raise ConfigError(message, seen=path, allowed=f"a file or a directory of {SUFFIXES}")
     samples = []
     for file in files:
         for number, found in read_records(file):
@@ -118,9 +117,8 @@ def _sample(found: Mapping[str, object], text: Callable[[], ModelText], vocab_si
         raise InvalidInput("tokens outside the model's vocabulary", seen=span, allowed=allowed)
     if not sample.mask.any():
         allowed = "a response, or a loss_mask with ones"
-        raise InvalidInput(
-            "no answer of the model to learn from", seen=sorted(found), allowed=allowed
-        )
+        message = "no answer of the model to learn from"
+        raise InvalidInput(message, seen=sorted(found), allowed=allowed)
     return sample
 
 
@@ -149,10 +147,8 @@ class ModelText:
             self._tokenizer = AutoTokenizer.from_pretrained(directory)
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).partition("\n")[0]
-            raise ConfigError(
-                f"no tokenizer can be loaded from {directory}: {reason}",
-                allowed='records with "input_ids"',
-            ) from error
+            message = f"no tokenizer can be loaded from {directory}: {reason}"
+            raise ConfigError(message, allowed='records with "input_ids"') from error
         self._eos = tuple(eos_token_ids)
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> Example:

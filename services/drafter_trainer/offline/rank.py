@@ -296,11 +296,9 @@ def usable(samples: Sequence[data.Example], limit: int) -> list[data.Example]:
     shortened = [data.Example(one.token_ids[:limit], one.mask[:limit]) for one in samples]
     kept = [one for one in shortened if one.mask[2:].any()]
     if len(kept) < 2:
-        raise InvalidInput(
-            "too few sequences with an answer of the model at the third or a later token",
-            seen=f"{len(kept)} of {len(samples)}, cut to {limit} tokens",
-            allowed="at least 2",
-        )
+        message = "too few sequences with an answer of the model at the third or a later token"
+        seen = f"{len(kept)} of {len(samples)}, cut to {limit} tokens"
+        raise InvalidInput(message, seen=seen, allowed="at least 2")
     return kept
 
 

@@ -91,10 +91,8 @@ class Batcher:
         """The batch of a recorded step again. Raises DataLoss when an entry is missing."""
         missing = [entry for entry in record.trained if entry not in self._held]
         if missing:
-            raise DataLoss(
-                f"step {record.step} cannot be replayed: entries of its batch are gone",
-                seen=missing[:4],
-            )
+            message = f"step {record.step} cannot be replayed: entries of its batch are gone"
+            raise DataLoss(message, seen=missing[:4])
         return held_groups.batch_of(record, [self._held[entry] for entry in record.trained])
 
     async def settle(self, record: StepRecord) -> None:

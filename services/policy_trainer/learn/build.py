@@ -116,9 +116,8 @@ def _policy(
 def _critic(config: PolicyTrainerConfig, mesh: DeviceMesh, on_load: OnLoad) -> Critic:
     settings = config.algorithm
     if not isinstance(settings, algorithm_settings.PpoConfig):
-        raise ConfigError(
-            "an algorithm of your own cannot have a critic", seen=settings.name, allowed="ppo"
-        )
+        message = "an algorithm of your own cannot have a critic"
+        raise ConfigError(message, seen=settings.name, allowed="ppo")
     decoder = models.causal_lm_on_meta(Path(config.model), config.attention).model
     model = models.ValueModel(decoder)
     return Critic(config, settings, shard(model, mesh, config, on_load), mesh)

@@ -36,9 +36,8 @@ def causal_lm_on_meta(directory: Path, attention: str = "sdpa") -> Any:
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"no model can be loaded from {directory}: {error}", seen=directory
-        ) from error
+        message = f"no model can be loaded from {directory}: {error}"
+        raise ConfigError(message, seen=directory) from error
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=KERNELS[attention]
@@ -101,18 +100,16 @@ class StartWeights:
         """One tensor in fp32. Raises as `fill` does."""
         path = self._files.get(name)
         if path is None:
-            raise WeightsError(
-                f"tensor {name} is missing", seen=self._directory, allowed=f"{tuple(shape)}"
-            )
+            message = f"tensor {name} is missing"
+            raise WeightsError(message, seen=self._directory, allowed=f"{tuple(shape)}")
         try:
             with safe_open(path, framework="pt") as opened:
                 tensor: Tensor = opened.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise _unreadable(path, error) from error
         if tensor.shape != shape:
-            raise WeightsError(
-                f"tensor {name} has a wrong shape", seen=tuple(tensor.shape), allowed=tuple(shape)
-            )
+            message = f"tensor {name} has a wrong shape"
+            raise WeightsError(message, seen=tuple(tensor.shape), allowed=tuple(shape))
         return tensor.to(torch.float32)
 
 

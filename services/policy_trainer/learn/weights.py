@@ -47,9 +47,8 @@ def add_adapters(model: PolicyModel, settings: AdaptersConfig) -> None:
     Raises ConfigError if peft is not installed.
     """
     if find_spec("peft") is None:
-        raise ConfigError(
-            "adapters.rank needs peft: pip install 'paceline[lora]'", seen=settings.rank, allowed=0
-        )
+        message = "adapters.rank needs peft: pip install 'paceline[lora]'"
+        raise ConfigError(message, seen=settings.rank, allowed=0)
     from peft import inject_adapter_in_model  # takes seconds to import
 
     with torch.device("meta"):
@@ -227,11 +226,9 @@ class PolicyWeights:
     def _added(self) -> adapters.AddedAdapters:
         stored = StartWeights(self._model).dtype(EMBEDDING)
         if stored not in loading.DTYPES:
-            raise ConfigError(
-                "adapters cannot be pushed alone over a start policy in these numbers",
-                seen=f"{stored} in {self._model}",
-                allowed=f"{', '.join(loading.DTYPES)}, or policy_trainer.adapters.publish=weights",
-            )
+            message = "adapters cannot be pushed alone over a start policy in these numbers"
+            allowed = f"{', '.join(loading.DTYPES)}, or policy_trainer.adapters.publish=weights"
+            raise ConfigError(message, seen=f"{stored} in {self._model}", allowed=allowed)
         start = adapters.hash_of_start(self._model) if dist.get_rank() == 0 else ""
         return adapters.AddedAdapters(self._settings.scale, process.from_rank_zero(start), stored)
 
