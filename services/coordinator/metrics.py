@@ -3,101 +3,56 @@
 from paceline.telemetry.metrics import Counter, Gauge, Histogram
 from paceline.v1.coordinator_pb2 import StepRecord
 
-STALLED = Gauge(
-    "paceline.coordinator.stalled",
-    "s",
-    ("waits_for",),
-    "time since the last progress, above coordinator.stall_alarm_s, else 0; waits_for: the "
-    "service at the end of the chain of waits",
-)
-ALARMS = Counter(
-    "paceline.coordinator.alarms",
-    "{alarm}",
-    ("waits_for",),
-    "stalls longer than coordinator.stall_alarm_s",
-)
-AWAY = Gauge("paceline.coordinator.away", "1", ("service",), "1 while a service does not answer")
-REFUSED = Counter(
-    "paceline.coordinator.refused",
-    "{event}",
-    ("event",),
-    "late events of calls and leases that had ended",
-)
-PHASE_TIME = Counter(
-    "paceline.coordinator.phase_time",
-    "s",
-    ("phase",),
-    "time in completed phases, e.g. rollout, policy, commit or rollout+policy",
-)
-SLOTS = Gauge("paceline.coordinator.slots", "{slot}", ("holder",), "slots by lease holder")
-LEASES = Counter(
-    "paceline.coordinator.leases",
-    "{lease}",
-    ("holder",),
-    "leases granted to a trainer; holder: policy or drafter",
-)
-SAMPLES = Counter(
-    "paceline.coordinator.samples",
-    "{sample}",
-    ("outcome",),
-    "samples that ended in rollouts; outcome: scored, unscored, aborted, or failed (a fault of "
-    "task, environment or reward)",
-)
-TRAJECTORIES = Gauge(
-    "paceline.coordinator.trajectories",
-    "{trajectory}",
-    ("fate",),
-    "the run's trajectories in the ledger at the end of a step; fate: published, and its parts "
-    "trained, dropped, open (undecided) and lost (always 0 in a correct run)",
-)
-SLOT_TIME = Counter(
-    "paceline.coordinator.slot_time",
-    "s",
-    ("use",),
-    "slot-seconds of finished steps; use: generating, policy, drafter, transferring or idle; the "
-    "sum is slots times wall time",
-)
-IDLE_TIME = Counter(
-    "paceline.coordinator.idle_time",
-    "s",
-    ("cause",),
-    "idle slot-seconds of slot_time by cause: untrained, trainer_away, trainer_done, commit, "
-    "enough, giving_back, serial, hand_over or leasing",
-)
-STEPS = Counter("paceline.coordinator.steps", "{step}", (), "committed RL steps")
-RESPONSE_TOKENS = Counter(
-    "paceline.coordinator.response_tokens",
-    "{token}",
-    (),
-    "tokens generated for the samples of steps",
-)
-STEP_TIME = Histogram(
-    "paceline.coordinator.step_time",
-    "s",
-    ("part",),
-    "time of a step; part: step (the whole), rollout, policy, or preempt_wait (until the drafter "
-    "left its slots)",
-)
-EVALUATION = Gauge(
-    "paceline.coordinator.evaluation",
-    "1",
-    ("kind",),
-    "latest held-out value; kind: accuracy, pass@2 and so on (several samples per task), "
-    "accuracy_se (standard error), or accept_length_probe",
-)
-POINTS_DROPPED = Counter(
-    "paceline.coordinator.points_dropped",
-    "{step}",
-    ("tracker",),
-    "steps that a slow tracker did not receive",
-)
-FIGURE = Gauge(
-    "paceline.coordinator.figure",
-    "1",
-    ("figure",),
-    "figures of the last step, under the names in trackers: reward, reward/format, accept_length, "
-    "response_length/0.9, groups_solved/by_all, truncated_share, policy_version ...",
-)
+STALLED = Gauge("paceline.coordinator.stalled", "s", ("waits_for",))
+"""time since the last progress, above coordinator.stall_alarm_s, else 0; waits_for: the service at
+the end of the chain of waits
+"""
+ALARMS = Counter("paceline.coordinator.alarms", "{alarm}", ("waits_for",))
+"""stalls longer than coordinator.stall_alarm_s"""
+AWAY = Gauge("paceline.coordinator.away", "1", ("service",))
+"""1 while a service does not answer"""
+REFUSED = Counter("paceline.coordinator.refused", "{event}", ("event",))
+"""late events of calls and leases that had ended"""
+PHASE_TIME = Counter("paceline.coordinator.phase_time", "s", ("phase",))
+"""time in completed phases, e.g. rollout, policy, commit or rollout+policy"""
+SLOTS = Gauge("paceline.coordinator.slots", "{slot}", ("holder",))
+"""slots by lease holder"""
+LEASES = Counter("paceline.coordinator.leases", "{lease}", ("holder",))
+"""leases granted to a trainer; holder: policy or drafter"""
+SAMPLES = Counter("paceline.coordinator.samples", "{sample}", ("outcome",))
+"""samples that ended in rollouts; outcome: scored, unscored, aborted, or failed (a fault of task,
+environment or reward)
+"""
+TRAJECTORIES = Gauge("paceline.coordinator.trajectories", "{trajectory}", ("fate",))
+"""the run's trajectories in the ledger at the end of a step; fate: published, and its parts
+trained, dropped, open (undecided) and lost (always 0 in a correct run)
+"""
+SLOT_TIME = Counter("paceline.coordinator.slot_time", "s", ("use",))
+"""slot-seconds of finished steps; use: generating, policy, drafter, transferring or idle; the sum
+is slots times wall time
+"""
+IDLE_TIME = Counter("paceline.coordinator.idle_time", "s", ("cause",))
+"""idle slot-seconds of slot_time by cause: untrained, trainer_away, trainer_done, commit, enough,
+giving_back, serial, hand_over or leasing
+"""
+STEPS = Counter("paceline.coordinator.steps", "{step}")
+"""committed RL steps"""
+RESPONSE_TOKENS = Counter("paceline.coordinator.response_tokens", "{token}")
+"""tokens generated for the samples of steps"""
+STEP_TIME = Histogram("paceline.coordinator.step_time", "s", ("part",))
+"""time of a step; part: step (the whole), rollout, policy, or preempt_wait (until the drafter left
+its slots)
+"""
+EVALUATION = Gauge("paceline.coordinator.evaluation", "1", ("kind",))
+"""latest held-out value; kind: accuracy, pass@2 and so on (several samples per task), accuracy_se
+(standard error), or accept_length_probe
+"""
+POINTS_DROPPED = Counter("paceline.coordinator.points_dropped", "{step}", ("tracker",))
+"""steps that a slow tracker did not receive"""
+FIGURE = Gauge("paceline.coordinator.figure", "1", ("figure",))
+"""figures of the last step, under the names in trackers: reward, reward/format, accept_length,
+response_length/0.9, groups_solved/by_all, truncated_share, policy_version ...
+"""
 _FIGURES = (
     *("step_s", "rollout_s", "policy_s", "preempt_wait_s", "response_tokens", "accept_length"),
     *("drafter_steps", "drafted_rounds", "near_ties", "truncated_share", "groups_left_out"),

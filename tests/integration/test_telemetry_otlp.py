@@ -37,7 +37,7 @@ def wanted(receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch) -> OtlpRecei
 def work() -> str:
     """A process's work; returns the id of its span."""
     telemetry.setup("gateway", TelemetryConfig(log_level="info"))
-    Counter("tokens", "1", (), "of a test").record(5)
+    Counter("tokens", "1").record(5)
     log = telemetry.get_logger("router")
     log.debug("too little to tell")
     with telemetry.span("step", {"step": 1}) as step:
@@ -139,7 +139,7 @@ def test_a_dead_collector_delays_the_end_by_two_seconds_at_most_and_costs_one_wa
         for variable in ("OTEL_BSP_SCHEDULE_DELAY", "OTEL_BLRP_SCHEDULE_DELAY"):
             monkeypatch.setenv(variable, "1")
     telemetry.setup("gateway", TelemetryConfig(log_level="info"))
-    Counter("tokens", "1", (), "of a test").record(5)
+    Counter("tokens", "1").record(5)
     with telemetry.span("step"):
         telemetry.get_logger("router").info("a worker is gone")
     began = time.monotonic()

@@ -69,7 +69,7 @@ G = "services/rollout_gateway"
 METRIC = (
     Change(
         f"{G}/metrics.py",
-        'TWINS = Counter("paceline.gateway.twins", "{twin}", ("side",), "twins seen")\n',
+        'TWINS = Counter("paceline.gateway.twins", "{twin}", ("side",))\n"""twins seen"""\n',
         "REQUESTS_REFUSED = Counter(",
     ),
     Change(

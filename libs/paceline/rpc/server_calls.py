@@ -19,12 +19,8 @@ from paceline.rpc.status import MALFORMED, REFUSALS, code_of, error_from_rpc, st
 from paceline.telemetry import names
 from paceline.telemetry.metrics import Counter
 
-REFUSED = Counter(
-    "paceline.rpc.refused",
-    "{call}",
-    ("reason",),
-    "gRPC calls without a valid token, or with an epoch that no lease has",
-)
+REFUSED = Counter("paceline.rpc.refused", "{call}", ("reason",))
+"""gRPC calls without a valid token, or with an epoch that no lease has"""
 
 
 HEALTH = "/grpc.health.v1.Health/"

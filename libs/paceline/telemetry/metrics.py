@@ -1,11 +1,17 @@
 """Declares metrics and records their points with the process's meter.
 
 A metric is declared once, in its service's `metrics.py`; docs/metrics.md is generated from there.
+The docstring below a declaration is its meaning.
 """
 
+import ast
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
 from threading import Lock
 from typing import ClassVar
 
@@ -13,6 +19,21 @@ from opentelemetry import metrics
 
 SCOPE = "paceline"
 Labels = dict[str, str | float]
+
+
+@cache
+def _meanings(file: str) -> dict[str, str]:
+    """Meanings of the metrics that a module declares, by name."""
+    statements = ast.parse(Path(file).read_text(encoding="utf-8")).body
+    found = {}
+    for declared, below in pairwise(statements):
+        match declared, below:
+            case (
+                ast.Assign(value=ast.Call(args=[ast.Constant(value=str(name)), *_])),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                found[name] = " ".join(text.split())
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,8 +45,14 @@ class Metric(ABC):
 
     name: str
     unit: str
-    labels: tuple[str, ...]
-    meaning: str
+    labels: tuple[str, ...] = ()
+    # source of the declaration, two frames above this function
+    file: str = field(default_factory=lambda: sys._getframe(2).f_code.co_filename, kw_only=True)
+
+    @property
+    def meaning(self) -> str:
+        """The docstring below the declaration; empty inside a function."""
+        return _meanings(self.file).get(self.name, "")
 
     def record(self, value: float = 1, /, **labels: str | float) -> None:
         """Records one point with the process's meter."""

@@ -209,13 +209,17 @@ def test_a_logged_traceback_shows_no_local_variables(
     assert shown.count("hunter2") == 0
 
 
+TOKENS = Counter("paceline.tokens", "{token}", ("arm",))
+"""tokens
+by arm"""
+
+
 def test_metrics_are_on_the_page_in_prometheus_names_and_gone_with_the_process(
     tmp_path: Path,
 ) -> None:
     start(tmp_path)
-    tokens = Counter("paceline.tokens", "{token}", ("arm",), "tokens by arm")
-    tokens.record(5, arm="off")
-    Histogram("paceline.wait", "s", (), "how long", (0.015, 0.05)).record(0.02)
+    TOKENS.record(5, arm="off")
+    Histogram("paceline.wait", "s", (), (0.015, 0.05)).record(0.02)
     lines = telemetry.prometheus_page().decode().splitlines()
     assert 'paceline_tokens_total{arm="off"} 5.0' in lines
     assert "# HELP paceline_tokens_total tokens by arm" in lines
@@ -226,7 +230,7 @@ def test_metrics_are_on_the_page_in_prometheus_names_and_gone_with_the_process(
     ]
     start(tmp_path)
     assert "paceline_tokens" not in telemetry.prometheus_page().decode()
-    tokens.record(1, arm="off")
+    TOKENS.record(1, arm="off")
     assert 'paceline_tokens_total{arm="off"} 1.0' in telemetry.prometheus_page().decode()
     telemetry.shutdown()
     with pytest.raises(NotFound, match="has no metrics"):
@@ -243,7 +247,7 @@ def test_a_reader_may_call_an_instrument_while_it_is_made() -> None:
             (callback,) = named["callbacks"]
             read.append(callback(CallbackOptions()))
 
-    metric = UpDownCounter("paceline.waiting", "{request}", (), "waiting requests")
+    metric = UpDownCounter("paceline.waiting", "{request}")
     metric.instrument(Eager("test"), {"name": "paceline.waiting"})(1, {})
     assert read == [[]]
 
