@@ -4,6 +4,7 @@ The module has no tensors and imports no torch.
 """
 
 import sys
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,46 +13,11 @@ from typing import Any
 from paceline.errors import ConfigError, InvalidInput
 from paceline.models import reading
 
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
-"""Architecture name in config.json -> family."""
-
-EXPERT_ARCHITECTURES = {"Qwen3MoeForCausalLM": "qwen3_moe"}
-"""Architectures with experts in their layers: SGLang serves them; nothing here computes or trains
-them.
-"""
-
-DEFAULTS = {
-    "llama": {"max_position_embeddings": 2048},
-    "qwen2": {"max_position_embeddings": 32_768, "num_key_value_heads": 32},
-    "qwen3": {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "head_dim": 128},
-    "qwen3_moe": {"max_position_embeddings": 32_768, "num_key_value_heads": 4},
-}
-"""A family's default for an absent key, as in transformers."""
-
-WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
-    "attention_multiplier": (),
-    "attn_logit_softcapping": (),
-    "decoder_sparse_step": (1,),
-    "embedding_multiplier": (1,),
-    "final_logit_softcapping": (),
-    "hidden_act": ("silu",),
-    "logit_scale": (1,),
-    "logits_scaling": (1,),
-    "mlp_bias": (False,),
-    "mlp_only_layers": ([],),
-    "no_rope_layer_interval": (),
-    "no_rope_layers": ([],),
-    "partial_rotary_factor": (1.0,),
-    "query_pre_attn_scalar": (),
-    "residual_multiplier": (1,),
-    "use_qk_norm": (False,),
-}
-"""Keys that change the mathematics of a layer -> values without an effect; null is one."""
-
+_FACTS = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
+ARCHITECTURES: dict[str, str] = _FACTS["architectures"]
+EXPERT_ARCHITECTURES: dict[str, str] = _FACTS["expert_architectures"]
+DEFAULTS: dict[str, dict[str, int]] = _FACTS["defaults"]
+WITHOUT_EFFECT: dict[str, list[object]] = _FACTS["without_effect"]
 FULL, SLIDING = "full_attention", "sliding_attention"
 WINDOW, FULL_LAYERS = 4096, 28
 """Defaults of absent sliding_window and max_window_layers, as in transformers."""
