@@ -65,7 +65,8 @@ def write_results(
     journal.write_steps(files.directory / STEPS, history.records)
     write_whole(files.summary, json.dumps(summary, indent=2) + "\n")
     samples = read_samples(files.directory / SAMPLES)
-    write_whole(files.report, html.render(summary, history, spans, samples, other))
+    shown = html.content(summary, history, spans, samples, other)
+    write_whole(files.report, html.render(files.run_id, shown))
     return summary
 
 

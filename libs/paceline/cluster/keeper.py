@@ -20,7 +20,7 @@ from paceline.config.load import load_config
 from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
 from paceline.local import forking, processes
 from paceline.local.launch import ChildEvent, Launch
-from paceline.local.patience import patient, within
+from paceline.local.patience import cancel, patient, within
 from paceline.local.supervisor import Supervisor, run_launches
 from paceline.ranks.messages import Failed
 
@@ -201,8 +201,7 @@ class _PoolServices:
 
     async def stop(self, grace_s: float) -> None:
         if self._running is not None and self._supervisor is not None:
-            self._running.cancel()
-            await asyncio.gather(self._running, return_exceptions=True)
+            await cancel(self._running)
             await self._supervisor.stop(grace_s)
 
     async def end_when_deserted(self) -> None:

@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -33,7 +33,6 @@ def run_service(
     name: str,
     config_class: type[C],
     serve: Serve[C],
-    argv: Sequence[str] | None = None,
     *,
     extra: str = "",
     numbered: Callable[[C, int], C] | None = None,
@@ -51,7 +50,7 @@ def run_service(
     processes.die_with_parent()
     processes.keep_files_private()
     try:
-        arguments = _parse_arguments(name, argv, numbered=numbered is not None)
+        arguments = _parse_arguments(name, numbered=numbered is not None)
         if extra and not arguments.print_config:
             checks.require_extra(extra, name)
         code = _run(name, config_class, serve, arguments, numbered)
@@ -79,9 +78,7 @@ def _only_error(raised: PacelineError | ExceptionGroup[Exception]) -> PacelineEr
     return raised
 
 
-def _parse_arguments(
-    name: str, argv: Sequence[str] | None, *, numbered: bool
-) -> argparse.Namespace:
+def _parse_arguments(name: str, *, numbered: bool) -> argparse.Namespace:
     program = f"python -m {services.service(name).module}"
     parser = argparse.ArgumentParser(prog=program, allow_abbrev=False)
     option = parser.add_argument
@@ -90,7 +87,7 @@ def _parse_arguments(
     option("overrides", nargs="*", metavar="key=value", help="settings that outrank the files")
     if numbered:
         option(f"--{name}", type=int, default=0, metavar="N", help="its number")
-    return parser.parse_intermixed_args(argv)
+    return parser.parse_intermixed_args()
 
 
 def _run(

@@ -228,9 +228,7 @@ class KeptService:
         except PacelineError as error:
             raise self._failure(f"is not healthy: {error}") from error
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await patience.cancel(*tasks)
 
     async def _read_news(self, pipe: int, turns: news.Turns) -> None:
         async with aclosing(news.heard(pipe)) as lines:

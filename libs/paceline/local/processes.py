@@ -46,8 +46,8 @@ _ERROR = re.compile(r"fatal|terminate|assert|error", re.IGNORECASE)
 _CRASHES = {-signal.SIGABRT, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGILL, -signal.SIGSEGV}
 
 
-def die_with_parent(death_signal: int = signal.SIGKILL) -> bool:
-    """Requests a signal from the kernel for this process at its parent's death.
+def die_with_parent() -> bool:
+    """Requests SIGKILL from the kernel for this process at its parent's death.
 
     Returns False without PACELINE_PARENT_PID, and on systems other than Linux. The setting survives
     exec. Exits at once if the parent is already gone. Raises InternalError if the kernel refuses.
@@ -55,7 +55,10 @@ def die_with_parent(death_signal: int = signal.SIGKILL) -> bool:
     parent = os.environ.get(PARENT_VARIABLE, "")
     if not parent or sys.platform != "linux":
         return False
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0) != 0:
+    if (
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        != 0
+    ):
         raise InternalError("prctl(PR_SET_PDEATHSIG) failed", seen=os.strerror(ctypes.get_errno()))
     if os.getppid() != int(parent) and not exists(int(parent)):
         raise SystemExit(1)

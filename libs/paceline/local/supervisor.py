@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline.config import ServiceConfig
 from paceline.errors import DeadlineExceeded, FailedPrecondition
-from paceline.local import forking, news, redis
+from paceline.local import forking, news, patience, redis
 from paceline.local.child import LIMIT_S
 from paceline.local.launch import ChildEvent, Keep, KeptService, Launch, RestartPolicy, Supervised
 from paceline.local.ports import require_free
@@ -112,9 +112,7 @@ class Supervisor:
 
         The services share `grace_s`; each service gets at least a second.
         """
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await patience.cancel(*self._tasks.values())
         end = asyncio.get_running_loop().time() + grace_s
         for child in reversed(self._children.values()):
             await child.stop(max(1.0, end - asyncio.get_running_loop().time()))

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from paceline.errors import PacelineError
-from paceline.local.patience import unless
+from paceline.local.patience import cancel, unless
 from paceline.ranks.group import RankGroup
 from paceline.ranks.hosts import READY
 from paceline.rpc import error_from_rpc, responses
@@ -52,9 +52,7 @@ async def _keep(group: RankGroup, offer: KeepRanksRequest, dial: Callable[[Any],
                         grace_s = order.stop_s
                         break
             finally:  # the trainer awaits the end of the call
-                if running is not None:
-                    running.cancel()
-                    await asyncio.gather(running, return_exceptions=True)
+                await cancel(running)
                 await group.end_ranks(grace_s)
     except grpc.aio.AioRpcError as error:
         _log.warning("trainer_away", error=str(error_from_rpc(error)))

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
 from paceline.local.launch import RestartPolicy
 from paceline.local.news import tell_supervisor
+from paceline.local.patience import cancel
 from paceline.local.processes import stopped
 from paceline.ranks.group import RankGroup
 from paceline.ranks.messages import Doing, Failed, Impaired
@@ -161,9 +162,7 @@ class WatchedRanks(Generic[M]):
                 await supervision
             yield
         finally:
-            for task in (stopped, supervision):
-                task.cancel()
-            await asyncio.gather(stopped, supervision, return_exceptions=True)
+            await cancel(stopped, supervision)
             await self.group.stop(grace_s)
             await server.stop(_LAST_WORDS_S)
 

@@ -63,18 +63,11 @@ _MARKUP.filters.update(
 )
 
 
-def render(
-    summary: Summary,
-    history: journal.RunHistory,
-    spans: SpanReport,
-    samples: Sequence[ShownSample] = (),
-    other: figures.OtherRun | None = None,
-) -> str:
-    """The page; it loads nothing from outside."""
-    shown = content(summary, history, spans, samples, other)
+def render(run_id: str, shown: str) -> str:
+    """The page with this content; it loads nothing from outside."""
     head = f"<style>{read_asset('style.css')}</style>"
     body = f"<main>{shown}</main><script>{read_asset('tips.js')}</script>"
-    return document(f"Paceline run {summary['run_id']}", head, body)
+    return document(f"Paceline run {run_id}", head, body)
 
 
 def read_asset(name: str) -> str:

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from paceline.errors import Unavailable
+from paceline.local.patience import cancel
 from paceline.messages import merge_arms, stats_from_proto, stats_to_proto
 from paceline.rpc import rpc_errors
 from paceline.rpc.leases import answers
@@ -167,6 +168,4 @@ async def merged(
             else:
                 yield item
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*tasks)

@@ -19,7 +19,7 @@ from paceline.report.charts import (
     timeline,
 )
 from paceline.report.figures import CHARTS, OtherRun
-from paceline.report.html import meaning, render, show_value, trace_rows
+from paceline.report.html import content, meaning, render, show_value, trace_rows
 from paceline.report.journal import RunHistory
 from paceline.report.spans import SpanRecord, SpanReport
 from paceline.report.summary import summarize
@@ -48,7 +48,8 @@ class Balance(HTMLParser):
 
 def page(history: RunHistory, spans: SpanReport, run_id: str = "demo-0-1") -> str:
     ledger = LedgerCount(3840, 3840, {}, 0, 0)
-    return render(summarize(run_id, history, ledger, spans, {"gateway": 7}, {}), history, spans)
+    summary = summarize(run_id, history, ledger, spans, {"gateway": 7}, {})
+    return render(run_id, content(summary, history, spans))
 
 
 def test_the_page_is_well_formed_and_has_every_section(
@@ -100,8 +101,8 @@ def test_another_run_is_dashed_beside_this_one_with_the_settings_that_differ(
     shorter = replace(history, records=history.records[:4])
     other = OtherRun("<other>", shorter, [("policy_trainer.optimizer.lr", "1e-05", "default")])
     summary = summarize("demo-0-1", history, LedgerCount(0, 0, {}, 0, 0), spans, {}, {})
-    text = render(summary, history, spans, (), other)
-    alone = render(summary, history, spans)
+    text = content(summary, history, spans, (), other)
+    alone = content(summary, history, spans)
     assert "Settings that differ" in text
     assert "Settings that differ" not in alone
     assert "<td>policy_trainer.optimizer.lr</td><td>1e-05</td><td>default</td>" in text
@@ -129,7 +130,7 @@ def test_text_of_the_run_cannot_become_markup(history: RunHistory, spans: SpanRe
 def test_a_run_that_measured_nothing_still_has_a_page(history: RunHistory) -> None:
     bare = RunHistory(served=history.served[:1], began_s=5.0, ended_s=6.0, phase="evaluate")
     summary = summarize("demo-0-1", bare, LedgerCount(0, 0, {}, 0, 0), SpanReport(), {}, {})
-    text = render(summary, bare, SpanReport())
+    text = content(summary, bare, SpanReport())
     assert "Not measured in this run: Reward and held-out accuracy; " in text
     assert "<svg" not in text
 

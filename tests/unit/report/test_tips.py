@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from chromium import CHROMIUM, Tab
 
-from paceline.report.html import read_asset, render
+from paceline.report.html import content, read_asset, render
 from paceline.report.journal import RunHistory
 from paceline.report.samples import ShownSample
 from paceline.report.spans import SpanReport
@@ -31,7 +31,7 @@ def tab(tmp_path: Path, history: RunHistory, spans: SpanReport) -> Iterator[Tab]
     sample = ShownSample("gcd-1", 3, 3, 1.0, "69:25=", parts)
     summary = summarize("demo-0-1", history, LedgerCount(0, 0, {}, 0, 0), spans, {}, {})
     page = tmp_path / "report.html"
-    page.write_text(render(summary, history, spans, [sample]))
+    page.write_text(render("run", content(summary, history, spans, [sample])))
     with Tab(tmp_path / "profile", 390, 24_000) as found:
         found.ask("Emulation.setTouchEmulationEnabled", enabled=True)
         found.open(page.as_uri(), "document.querySelector('.tip')")
