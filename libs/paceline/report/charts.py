@@ -1,4 +1,4 @@
-"""Draws inline SVG: lines and columns by RL step, and bars over time.
+"""Draws inline SVG (chart.html): lines and columns by RL step, and bars over time.
 
 Colours are CSS classes c0..c7 of the page, so one drawing is readable on light and dark.
 """
@@ -8,7 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 WIDTH, HEIGHT = 560, 210
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 10, 34
@@ -55,16 +58,27 @@ class Frame:
     width: int = WIDTH
     height: int = HEIGHT
     left: int = _LEFT
+    top: int = _TOP
+
+    @property
+    def right(self) -> int:
+        """Right end of the plot area, pixels."""
+        return self.width - _RIGHT
+
+    @property
+    def bottom(self) -> int:
+        """Lower end of the plot area, pixels."""
+        return self.height - _BOTTOM
 
     def x(self, value: float) -> float:
         """Pixels from the left."""
-        room = self.width - self.left - _RIGHT
+        room = self.right - self.left
         return self.left + (value - self.x0) / (self.x1 - self.x0) * room
 
     def y(self, value: float) -> float:
         """Pixels from the top."""
-        bottom = self.height - _BOTTOM
-        return bottom - (value - self.y0) / (self.y1 - self.y0) * (bottom - _TOP)
+        room = self.bottom - self.top
+        return self.bottom - (value - self.y0) / (self.y1 - self.y0) * room
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -101,12 +115,13 @@ def line_chart(series: Sequence[Series], *, y_label: str, marks: Sequence[float]
     pad = (high - low or 1.0) * 0.06
     right = max(xs) if max(xs) > min(xs) else min(xs) + 1
     frame = Frame(min(xs), right, low - pad if low else 0.0, high + pad)
-    bottom = frame.height - _BOTTOM
     dashes = [
-        f'<path class="mark" d="M{frame.x(x):.1f} {_TOP}V{bottom}"/>' for x in marks[:_POINTS_DRAWN]
+        f'<path class="mark" d="M{frame.x(x):.1f} {_TOP}V{frame.bottom}"/>'
+        for x in marks[:_POINTS_DRAWN]
     ]
-    parts = [*_axes(frame), *dashes, *(_line(one, frame) for one in drawn), *_hover(drawn, frame)]
-    return _legend([one for one in drawn if not one.faint]) + _svg(parts, y_label, WIDTH, HEIGHT)
+    lines = [*dashes, *(_line(one, frame) for one in drawn)]
+    legend = [one for one in drawn if not one.faint]
+    return str(_template().by_step(frame, y_label, legend, lines, _hover(drawn, frame)))
 
 
 def stacked_columns(series: Sequence[Series], *, y_label: str) -> str:
@@ -131,8 +146,7 @@ def stacked_columns(series: Sequence[Series], *, y_label: str) -> str:
         )
         bars.append(f'<path class="fill {one.color}" d="{path}"/>')
         bases = [base + value for base, value in zip(bases, values, strict=True)]
-    parts = [*_axes(frame), *bars, *_hover(series, frame)]
-    return _legend(series) + _svg(parts, y_label, WIDTH, HEIGHT)
+    return str(_template().by_step(frame, y_label, series, bars, _hover(series, frame)))
 
 
 def timeline(
@@ -144,8 +158,6 @@ def timeline(
     """
     height = len(rows) * _ROW + 34
     frame = Frame(0.0, max(end - start, 1e-6), 0.0, 1.0, _WIDE, height, left)
-    parts = _time_axis(frame, len(rows) * _ROW + 4)
-    parts += [_text(8, 4 + i * _ROW + 14, row) for i, row in enumerate(rows)]
     shown = [bar for bar in bars if bar.end > start and bar.start < end]
     paths: dict[tuple[str, str], list[str]] = {}
     for bar in shown:
@@ -155,11 +167,8 @@ def timeline(
         paths.setdefault((bar.color, title), []).append(
             f"M{x0:.1f} {6 + bar.row * _ROW}h{width:.1f}v{_ROW - 4}h{-width:.1f}z"
         )
-    parts += [
-        f'<path class="fill {color}" d="{"".join(path)}"><title>{escape(title)}</title></path>'
-        for (color, title), path in paths.items()
-    ]
-    return _svg(parts, label, _WIDE, height, "chart wide")
+    named = [(4 + i * _ROW + 14, row) for i, row in enumerate(rows)]
+    return str(_template().over_time(frame, label, len(rows) * _ROW + 4, named, paths))
 
 
 def duration(seconds: float) -> str:
@@ -180,6 +189,23 @@ def duration(seconds: float) -> str:
 def number(value: float) -> str:
     """A number with three significant digits below 1000, and with separators above."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+MARKUP = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    undefined=StrictUndefined,
+)
+"""The templates of this folder."""
+MARKUP.filters.update(duration=duration, number=number, pixels="{:.1f}".format)
+MARKUP.globals.update(ticks=ticks)
+
+
+def _template() -> Any:
+    """The macros of chart.html."""
+    return MARKUP.get_template("chart.html").module
 
 
 def _thinned(points: Sequence[T]) -> Sequence[T]:
@@ -209,8 +235,8 @@ def _line(series: Series, frame: Frame) -> str:
     return f'<path class="line {series.color}{faint}" d="{path}"/>' + "".join(dots)
 
 
-def _hover(series: Sequence[Series], frame: Frame) -> list[str]:
-    """An invisible column around each x; its title lists the measured values."""
+def _hover(series: Sequence[Series], frame: Frame) -> list[tuple[float, float, str]]:
+    """Left end, width and title of a column around each x, which lists the measured values."""
     values: dict[float, list[str]] = {}
     for one in series:
         for x, y in _thinned(one.points):
@@ -218,55 +244,7 @@ def _hover(series: Sequence[Series], frame: Frame) -> list[str]:
                 values.setdefault(x, [f"RL step {number(x)}"]).append(f"{one.name}: {number(y)}")
     xs = sorted(values)
     edges = [frame.x0, *((a + b) / 2 for a, b in pairwise(xs)), frame.x1]
-    height = frame.height - _TOP - _BOTTOM
     return [
-        f'<rect class="hover" fill="none" pointer-events="all" x="{frame.x(left):.1f}" y="{_TOP}" '
-        f'width="{max(frame.x(right) - frame.x(left), 0.5):.1f}" height="{height}">'
-        f"<title>{escape(chr(10).join(values[x]))}</title></rect>"
+        (frame.x(left), max(frame.x(right) - frame.x(left), 0.5), "\n".join(values[x]))
         for x, (left, right) in zip(xs, pairwise(edges), strict=True)
     ]
-
-
-def _axes(frame: Frame) -> list[str]:
-    right, bottom = frame.width - _RIGHT, frame.height - _BOTTOM
-    parts = []
-    for value in ticks(frame.y0, frame.y1):
-        y = frame.y(value)
-        parts.append(f'<path class="grid-line" d="M{frame.left} {y:.1f}H{right}"/>')
-        parts.append(_text(frame.left - 6, y + 3.5, number(value), "end"))
-    for value in ticks(frame.x0, frame.x1, 8):
-        if value == int(value):
-            parts.append(_text(frame.x(value), bottom + 14, number(value), "middle"))
-    parts.append(f'<path class="axis" d="M{frame.left} {bottom}H{right}"/>')
-    parts.append(_text(right, frame.height - 4, "RL step", "end"))
-    return parts
-
-
-def _time_axis(frame: Frame, bottom: int) -> list[str]:
-    parts = [f'<path class="axis" d="M{frame.left} {bottom}H{frame.width - _RIGHT}"/>']
-    for value in ticks(frame.x0, frame.x1, 10):
-        x = frame.x(value)
-        words = f"{value * 1e3:.4g} ms" if frame.x1 < 1.5 else f"{value:.4g} s"
-        parts.append(f'<path class="grid-line" d="M{x:.1f} 4V{bottom}"/>')
-        parts.append(_text(x, bottom + 15, words, "middle"))
-    return parts
-
-
-def _legend(series: Iterable[Series]) -> str:
-    """Names beside their colours."""
-    items = "".join(
-        f'<span><i class="key {one.color}"></i>{escape(one.name)}</span>' for one in series
-    )
-    return f'<div class="legend">{items}</div>'
-
-
-def _svg(parts: Iterable[str], label: str, width: int, height: int, kind: str = "chart") -> str:
-    """A drawing with a name for screen readers."""
-    head = f'<svg class="{kind}" viewBox="0 0 {width} {height}" role="img"'
-    return f'{head} aria-label="{escape(label)}">{"".join(parts)}</svg>'
-
-
-def _text(x: float, y: float, words: str, anchor: str = "start") -> str:
-    return (
-        f'<text class="tick" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
-    )

@@ -8,8 +8,6 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from paceline.report import charts, figures, journal, tables
 from paceline.report.samples import ShownSample
 from paceline.report.spans import SpanRecord, SpanReport
@@ -25,13 +23,6 @@ _HOLDERS = {
 _SERVICES = {"coordinator": "c4", "gateway": "c0", "policy_trainer": "c1", "drafter_trainer": "c2"}
 _ZOOM_STEPS = 3
 _TRACE_ROWS = 32
-_MARKUP = Environment(
-    loader=FileSystemLoader(_FOLDER),
-    autoescape=True,
-    trim_blocks=True,
-    lstrip_blocks=True,
-    undefined=StrictUndefined,
-)
 
 
 def show_value(value: Any) -> str:
@@ -58,9 +49,7 @@ def meaning(name: str) -> str:
     return str(_MEANINGS.get(name.rstrip(" 0123456789"), ""))
 
 
-_MARKUP.filters.update(
-    duration=charts.duration, figure=tables.figure, words=show_value, meaning=meaning
-)
+charts.MARKUP.filters.update(figure=tables.figure, words=show_value, meaning=meaning)
 
 
 def render(run_id: str, shown: str) -> str:
@@ -101,7 +90,7 @@ def content(
         tables.gate_table(history.gate),
         tables.latency_table(spans),
     )
-    return _MARKUP.get_template("run.html").render(
+    return charts.MARKUP.get_template("run.html").render(
         summary=summary,
         charts=[(one, one.draw(history, other)) for one in figures.CHARTS],
         compared=[tables.settings_table(other)] if other else [],
