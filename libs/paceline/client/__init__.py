@@ -12,18 +12,12 @@
 An agent's process loads no gRPC and no torch.
 """
 
-from paceline.client.client import AsyncClient, Client, find_token
-from paceline.client.session import AsyncSession, Sample, Session, SessionInfo, Task
-from paceline.client.traces import trace_headers
-
-__all__ = [
-    "AsyncClient",
-    "AsyncSession",
-    "Client",
-    "Sample",
-    "Session",
-    "SessionInfo",
-    "Task",
-    "find_token",
-    "trace_headers",
-]
+from paceline.client.client import AsyncClient as AsyncClient
+from paceline.client.client import Client as Client
+from paceline.client.client import find_token as find_token
+from paceline.client.session import AsyncSession as AsyncSession
+from paceline.client.session import Sample as Sample
+from paceline.client.session import Session as Session
+from paceline.client.session import SessionInfo as SessionInfo
+from paceline.client.session import Task as Task
+from paceline.client.traces import trace_headers as trace_headers
