@@ -24,6 +24,10 @@ _GREY = frozenset(("off", "idle", "rest"))
 AUDIT_GAP = "audit_gap/"
 
 
+Of = Callable[[StepRecord], float]
+"""A figure of a step; NaN if the step did not measure it."""
+
+
 class OtherRun(NamedTuple):
     """A run that is shown beside another one."""
 
@@ -92,7 +96,7 @@ class Chart(NamedTuple):
             if key.startswith(self.prefix):
                 yield key
 
-    def _of(self, key: str) -> "Of":
+    def _of(self, key: str) -> Of:
         """The figure of a key: its value, or its share of the map or part of another map."""
 
         def value(record: StepRecord) -> float:
@@ -104,10 +108,6 @@ class Chart(NamedTuple):
             return _ratio(_value(record, f"{self.map}/{key}"), whole)
 
         return value
-
-
-Of = Callable[[StepRecord], float]
-"""A figure of a step; NaN if the step did not measure it."""
 
 
 def _smoothed(series: Series) -> Series:

@@ -6,7 +6,9 @@ from typing import Any
 
 from slot_overlaps import held_seconds, overlaps
 
+from paceline.report.figures import CHARTS
 from paceline.report.journal import SlotInterval, StepWindow, slot_intervals, step_windows
+from paceline.streams.journal import SlotUse
 
 
 def entry(
@@ -70,3 +72,8 @@ def test_overlaps_are_found_on_one_slot_only() -> None:
         (engine, drafter)
     ]
     assert overlaps(slot_intervals(JOURNAL)) == []
+
+
+def test_the_chart_of_the_slots_has_every_use_of_a_slot_and_no_other() -> None:
+    (chart,) = (one for one in CHARTS if one.title == "What the slots did")
+    assert list(chart.figures) == [f"slot_s/{use}" for use in SlotUse]
