@@ -132,7 +132,7 @@ class _SessionModel:
         self._count_silence(None)
         self._under_way += 1
         try:
-            return await self._gateway.call(plan).run()
+            return await Call(self._gateway, plan).run()
         finally:
             self._under_way -= 1
             if not self._under_way:

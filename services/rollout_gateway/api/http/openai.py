@@ -129,18 +129,15 @@ class _Choices(answers.Answers[B]):
     def _asked(self, prompts: int = 1, *, special: bool = True) -> Asked:
         """The request for choices of so many prompts. Raises InvalidInput for too many."""
         if (count := prompts * self.body.n) > MAX_REQUESTS_PER_CALL:
-            raise InvalidInput(
-                "prompts times n is too many", seen=count, allowed=MAX_REQUESTS_PER_CALL
-            )
+            message = "prompts times n is too many"
+            raise InvalidInput(message, seen=count, allowed=MAX_REQUESTS_PER_CALL)
         return replace(super()._asked(), count=self.body.n, special=special)
 
     def whole(self, calls: Sequence[Call]) -> dict[str, Any]:
-        choices = [
-            self._choice(
-                index, call, Piece(call.whole, "", finish=call.finish), self._message(call)
-            )
-            for index, call in enumerate(calls)
-        ]
+        choices = []
+        for index, call in enumerate(calls):
+            piece = Piece(call.whole, "", finish=call.finish)
+            choices.append(self._choice(index, call, piece, self._message(call)))
         head = self._head(chunk=False) | self._shared_facts(calls[0])
         return {**head, "choices": choices, "usage": self._usage(calls, self.body.n)}
 
@@ -171,11 +168,8 @@ class _Choices(answers.Answers[B]):
     def last(self, calls: Sequence[Call]) -> Iterator[answers.Event]:
         options = self.body.stream_options
         if options is not None and options.include_usage:
-            yield {
-                **self._head(chunk=True),
-                "choices": [],
-                "usage": self._usage(calls, self.body.n),
-            }
+            usage = self._usage(calls, self.body.n)
+            yield {**self._head(chunk=True), "choices": [], "usage": usage}
 
     def failed(self, error: PacelineError) -> answers.Event:
         return answers.openai_error(error)

@@ -99,10 +99,10 @@ async def delete(request: Request) -> Response:
 
 
 def _size(message: Message) -> int:
-    calls = sum(
-        len(call.name) + len(call.arguments) + OVERHEAD_BYTES for call in message.tool_calls
-    )
-    return len(message.content) + len(message.reasoning) + calls + OVERHEAD_BYTES
+    texts = [message.content, message.reasoning]
+    for call in message.tool_calls:
+        texts += [call.name, call.arguments]
+    return sum(map(len, texts)) + OVERHEAD_BYTES * (1 + len(message.tool_calls))
 
 
 _ITEMS = {

@@ -11,16 +11,8 @@ from dataclasses import fields
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    AliasChoices,
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    model_validator,
-)
+from pydantic import AliasChoices, BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic.functional_validators import AfterValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from paceline import config
@@ -82,16 +74,14 @@ def by_type(default: str = "") -> Discriminator:
         read = value.get if isinstance(value, dict) else partial(getattr, value)
         return f"<{read('type', default)}>"
 
-    return Discriminator(
-        tag, custom_error_type="unknown_type", custom_error_message="a type that is not served"
-    )
+    error = "a type that is not served"
+    return Discriminator(tag, custom_error_type="unknown_type", custom_error_message=error)
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
     if depth > MAX_JSON_DEPTH:
-        raise PydanticCustomError(
-            "json_depth", f"more than {MAX_JSON_DEPTH} objects and arrays inside each other"
-        )
+        message = "more than {most} objects and arrays inside each other"
+        raise PydanticCustomError("json_depth", message, {"most": MAX_JSON_DEPTH})
     if isinstance(value, float) and not math.isfinite(value):
         raise PydanticCustomError("json_number", "NaN and Infinity are no JSON")
     if isinstance(value, dict | list):
@@ -221,10 +211,8 @@ class FunctionShape(Shape):
     def shown(self) -> dict[str, Any]:
         """The form for chat templates, which every API also hashes."""
         about = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        return {
-            "type": "function",
-            "function": {key: value for key, value in about.items() if value is not None},
-        }
+        given = {key: value for key, value in about.items() if value is not None}
+        return {"type": "function", "function": given}
 
 
 class ToolsShape(Shape):

@@ -135,9 +135,8 @@ class EventStream(Response):
             async with aclosing(_events(self._calls, self._answers)) as source:
                 # A failure before the first event gets its own status.
                 part = await anext(source)
-                await send(
-                    {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-                )
+                start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+                await send(start)
                 await send(_message(part))
                 parts = scope.get("extensions", {}).get(PARTS, {}).get(BODY)
                 if parts is not None and len(self._calls) == 1:
@@ -187,7 +186,7 @@ def generating(kind: type[Answers[B]]) -> Handler:
         paths = asked.undeclared.unread
         unread = [paths[part] for part in plans[0].unread if part in paths]
         request.state.ignored = tuple(sorted({*request.state.ignored, *unheeded, *unread}))
-        calls = [gateway.call(plan) for plan in plans]
+        calls = [Call(gateway, plan) for plan in plans]
         answer: Response
         if answers.body.stream:
             answer = EventStream(calls, answers)

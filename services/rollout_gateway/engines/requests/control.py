@@ -116,15 +116,23 @@ def _words(part: Part) -> str:
     return f"{version} under {profile}" if profile else str(version)
 
 
+def demands(sampling: Sampling) -> dict[Capability, str]:
+    """The parameters that need a capability, as an error names them; empty: none does."""
+    adjusting = "a penalty or logit_bias" if sampling.adjusted else ""
+    if sampling.confined:
+        adjusting = "min_tokens" if sampling.min_tokens else "allowed_token_ids"
+    structured = structures.beyond_json(sampling)
+    return {
+        Capability.PENALTIES: adjusting,
+        Capability.PROMPT_LOGPROBS: "prompt_logprobs" if sampling.scored else "",
+        Capability.JSON_SCHEMA: "response_format" if sampling.json_schema else "",
+        Capability.GRAMMARS: "structured_outputs or a strict tool" if structured else "",
+    }
+
+
 def check_capabilities(engine: str, capabilities: Collection[Capability], request: Request) -> None:
     """Raises MissingCapability for a request that needs an undeclared capability of the engine."""
-    asked = {
-        Capability.CAPTURE: request.capture,
-        Capability.PENALTIES: request.sampling.adjusted,
-        Capability.PROMPT_LOGPROBS: request.sampling.scored,
-        Capability.JSON_SCHEMA: bool(request.sampling.json_schema),
-        Capability.GRAMMARS: structures.beyond_json(request.sampling),
-    }
+    asked = {Capability.CAPTURE: request.capture, **demands(request.sampling)}
     for capability, wanted in asked.items():
         if wanted and capability not in capabilities:
             raise missing(engine, capability)
