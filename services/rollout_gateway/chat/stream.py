@@ -107,8 +107,7 @@ def _overlap(text: str, stop: str, names: Collection[str]) -> int:
 
 def _beginning(text: str, stop: str, names: Collection[str]) -> int:
     """Length of the longest proper beginning of a stop string at the end of `text`."""
-    sizes = [
-        size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])
-    ]
+    longest = min(len(stop) - 1, len(text))
+    sizes = [size for size in range(longest, 0, -1) if text.endswith(stop[:size])]
     spans = stop_texts.name_spans(text, names) if sizes else []
     return next((size for size in sizes if not stop_texts.is_inside(len(text) - size, spans)), 0)
