@@ -262,10 +262,8 @@ def _move(matcher: LLMatcher, before: Sequence[int], now: Sequence[int]) -> bool
 
     Draws that a request has lost are drawn again, and may then differ.
     """
-    alike = next(
-        (index for index, pair in enumerate(zip(before, now, strict=False)) if pair[0] != pair[1]),
-        min(len(before), len(now)),
-    )
+    parted = (at for at, (a, b) in enumerate(zip(before, now, strict=False)) if a != b)
+    alike = next(parted, min(len(before), len(now)))
     back, new = len(before) - alike, list(now[alike:])
     if (back and not matcher.rollback(back)) or (new and not matcher.consume_tokens(new)):
         raise structures.GrammarFault(matcher.get_error())
