@@ -104,10 +104,9 @@ class WorkerProcess:
             worker.SPEC_VARIABLE: str(spec_path),
             worker.SOCKET_VARIABLE: address,
         }
-        module = find_engine(self._spec.kind).process
-        self._child = child = await self._forker.fork(
-            module, environment, None, deadline_s, stop_s=self._heartbeat_s, tree=True
-        )
+        module, about = find_engine(self._spec.kind).process, (environment, None, deadline_s)
+        fork = self._forker.fork(module, *about, stop_s=self._heartbeat_s, tree=True)
+        self._child = child = await fork
         self._watching = background(self._watch(child, socket), f"watch of worker {self.index}")
         await self._clock().wait((self._ready, self.lost), deadline_s)
         if self._ready.done():
