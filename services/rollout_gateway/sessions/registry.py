@@ -155,8 +155,7 @@ class Sessions:
 
         key = "" if assignment.implicit else self._names.draw(KEY_PREFIX, 24)
         session_id = session_id or self._names.draw()
-        now_s = self._clock()
-        session = Session(session_id, assignment, self._config, api_key=key, now_s=now_s)
+        session = Session(session_id, assignment, self._config, key, touched_s=self._clock())
         self._ended.pop(session_id, None)  # another attempt under its id
         self._open[session_id] = session
         if key:

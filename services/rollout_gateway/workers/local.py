@@ -195,10 +195,7 @@ class LocalWorkers:
             self._directory = Path(tempfile.mkdtemp(prefix="w-", dir=parent))
         ring, config = None, self._config
         spec = worker.WorkerSpec(
-            worker_index=seat.index,
-            kind=config.kind,
-            threads=config.threads,
-            engine=self._settings,
+            worker_index=seat.index, kind=config.kind, threads=config.threads, engine=self._settings
         )
         if self._layout is not None:
             ring = RowRing.create(RING_ROWS, self._layout.width * self._value_bytes)
