@@ -29,10 +29,8 @@ from paceline.trajectory import DrawSpan, VersionSpan
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 
-FINISH_NAMES = {
-    value: name.removeprefix("FINISH_REASON_").removeprefix("UNSPECIFIED").lower()
-    for name, value in tpb.FinishReason.items()
-}
+_REASONS = {one: name.removeprefix("FINISH_REASON_") for name, one in tpb.FinishReason.items()}
+FINISH_NAMES = {one: name.lower() for one, name in _REASONS.items()} | {0: ""}
 """Name of each finish reason by its value on the wire; "" before the end."""
 UNASKED = Sampling(UNSEEDED, 0)
 """Placeholder for a plan before its sampling is decided."""

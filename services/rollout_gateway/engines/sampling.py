@@ -106,30 +106,14 @@ RANGES = {
 BIAS = Range(-100, 100)
 RECOMPUTED = {"temperature"}
 """Parameters that the policy trainer applies when it recomputes log-probs."""
-NO_EFFECT = {
-    "seed",
-    "max_tokens",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "top_logprobs",
-    "prompt_logprobs",
-    "include_stop_str_in_output",
-}
+_ENDS = {"max_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"}
+NO_EFFECT = {"seed", "top_logprobs", "prompt_logprobs", *_ENDS}
 """Parameters that do not change the log-prob of a drawn token."""
 _TRAINED = RECOMPUTED | NO_EFFECT
 _UNTRAINED = {one.name: one.default for one in fields(Sampling) if one.name not in _TRAINED}
 """All other parameters, with the values that disable them."""
-OVERRIDABLE = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-)
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
+OVERRIDABLE = ("temperature", "top_p", "top_k", "min_p", *_PENALTIES)
 """Parameters that a session may override. The remaining parameters are requirements on the answer.
 """
 

@@ -124,12 +124,8 @@ def within(name: str, *, whole: bool = False) -> Any:
     """The range of a sampling parameter as a pydantic field."""
     allowed = RANGES[name]
     least = 0 if allowed.or_zero else allowed.low
-    return Field(
-        gt=least if allowed.above else None,
-        ge=None if allowed.above else least,
-        le=allowed.high,
-        allow_inf_nan=None if whole else False,
-    )
+    above, from_on = (least, None) if allowed.above else (None, least)
+    return Field(gt=above, ge=from_on, le=allowed.high, allow_inf_nan=None if whole else False)
 
 
 TopP = Annotated[float, within("top_p")]
@@ -242,14 +238,9 @@ class ToolsShape(Shape):
     ) -> chat.ChatRequest:
         """The conversation of these messages with the offered tools."""
         offered = self.functions()
-        return chat.ChatRequest(
-            tuple(said),
-            tuple(tool.shown() for tool in offered),
-            choice,
-            prefill,
-            frozenset(tool.name for tool in offered if tool.strict),
-            self.one_call,
-        )
+        tools = tuple(tool.shown() for tool in offered)
+        strict = frozenset(tool.name for tool in offered if tool.strict)
+        return chat.ChatRequest(tuple(said), tools, choice, prefill, strict, self.one_call)
 
 
 def tool_choice(choice: Any) -> chat.ToolChoice:

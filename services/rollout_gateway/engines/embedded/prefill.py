@@ -119,12 +119,9 @@ class Prefill:
         rows = [self._scheduler.running[slot] for slot in slots]
         leader_of = leaders_of(rows, counts, apart=self._prefixes.closed)
         leaders = sorted(set(leader_of))
-        hidden = self._forward(
-            [slots[row] for row in leaders],
-            [rows[row] for row in leaders],
-            [counts[row] for row in leaders],
-            read=self._store.hidden.shape[-1] > 0 or any(one.scoring for one in rows),
-        )
+        read = self._store.hidden.shape[-1] > 0 or any(one.scoring for one in rows)
+        first, sizes = [slots[row] for row in leaders], [counts[row] for row in leaders]
+        hidden = self._forward(first, [rows[row] for row in leaders], sizes, read=read)
         states = dict(zip(leaders, hidden, strict=False))  # empty if nothing reads them
         head = partial(head_logits, self._weights.policy)
         for row, (leader, sequence, count) in enumerate(zip(leader_of, rows, counts, strict=True)):

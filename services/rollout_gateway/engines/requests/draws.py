@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -98,11 +99,8 @@ class Penalties:
             above = None if parents is None else parents[index]
             counts = sampling.node_counts(base, token_ids[index], above)
             holds = torch.stack([one.prompt_holds for one in counted_rows])
-            asked = [one.request.sampling for one in counting.values()]
-            strengths = [
-                (one.repetition_penalty, one.frequency_penalty, one.presence_penalty)
-                for one in asked
-            ]
+            read = attrgetter("repetition_penalty", "frequency_penalty", "presence_penalty")
+            strengths = [read(one.request.sampling) for one in counting.values()]
             adjusted[index] = sampling.penalised(logits[index], holds, counts, strengths)
 
         confined = any(one.request.sampling.confined for one in asking.values())
@@ -219,10 +217,7 @@ class DrawTable:
         """
         if self._params is None or key != self._key:
             self._key = key
-            self._params = sampling.DrawParams.of(
-                [one.seed for one in rows],
-                [one.temperature for one in rows],
-                device=device,
-                **{name: [getattr(one, name) for one in rows] for name in sampling.MASKS},
-            )
+            masks = {name: [getattr(one, name) for one in rows] for name in sampling.MASKS}
+            seeds, temperatures = [one.seed for one in rows], [one.temperature for one in rows]
+            self._params = sampling.DrawParams.of(seeds, temperatures, device=device, **masks)
         return self._params

@@ -50,6 +50,12 @@ Allowed = npt.NDArray[np.uint8]
 """[ceil(V / 8)] bitmask of tokens that may follow, lowest bit first."""
 
 
+Tree = dict[int, list[int]]
+"""Children of each node."""
+Masks = dict[int, Allowed]
+"""Allowed tokens at each node."""
+
+
 @dataclass(slots=True)
 class _Followed:
     """Progress of one response in its grammar."""
@@ -206,7 +212,7 @@ class GrammarMasks:
         for (row, sequence), drafts, above in zip(
             rows.items(), tokens[index].tolist(), parents[index].tolist(), strict=True
         ):
-            children: dict[int, list[int]] = {}
+            children: Tree = {}
             for node in range(1, len(drafts)):
                 if drafts[node] >= 0 and above[node] >= 0:
                     children.setdefault(above[node], []).append(node)
@@ -226,12 +232,7 @@ class GrammarMasks:
         forbid_(logits, place if kept is None else torch.searchsorted(kept, place), masks)
 
     def _descend(
-        self,
-        matcher: LLMatcher,
-        tokens: Sequence[int],
-        children: dict[int, list[int]],
-        node: int,
-        masks: dict[int, Allowed],
+        self, matcher: LLMatcher, tokens: Sequence[int], children: Tree, node: int, masks: Masks
     ) -> None:
         """Add the masks below a node. The matcher is at this node before and after the call."""
         for child in children.get(node, ()):

@@ -145,17 +145,12 @@ def speculation(spec: SGLangSpec) -> dict[str, Any]:
     if len(arms.arms) == 1:
         return {}
     shape = arms.maximum
-    values: dict[str, Any] = {
-        "speculative_algorithm": SGLANG[spec.speculator].algorithm,
-        "speculative_num_draft_tokens": shape.draft_tokens,
-    }
+    values: dict[str, Any] = {"algorithm": SGLANG[spec.speculator].algorithm}
+    values["num_draft_tokens"] = shape.draft_tokens
     if spec.drafter_dir:
-        values |= {
-            "speculative_draft_model_path": spec.drafter_dir,
-            "speculative_num_steps": shape.steps,
-            "speculative_eagle_topk": shape.topk,
-        }
-    return values
+        values |= {"num_steps": shape.steps, "eagle_topk": shape.topk}
+        values["draft_model_path"] = spec.drafter_dir
+    return {f"speculative_{name}": value for name, value in values.items()}
 
 
 def complete_drafter(spec: SGLangSpec, folder: Path) -> SGLangSpec:

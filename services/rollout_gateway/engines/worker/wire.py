@@ -73,12 +73,11 @@ def rows_from(message: pb.WorkerReady) -> nouns.RowLayout:
 
 def spans_from(kind: type[Span], spans: Sequence[Any], shift: int = 0) -> tuple[Span, ...]:
     """Spans shifted by `shift` tokens; equal neighbours are merged."""
-    return tuple(
-        dataclasses.replace(
-            messages.from_message(kind, one), start=one.start + shift, end=end + shift
-        )
-        for one, end in runs(kind, spans)
-    )
+    found = []
+    for one, end in runs(kind, spans):
+        span, start = messages.from_message(kind, one), one.start + shift
+        found.append(dataclasses.replace(span, start=start, end=end + shift))
+    return tuple(found)
 
 
 def sampling_from(message: tpb.SamplingParams) -> Sampling:

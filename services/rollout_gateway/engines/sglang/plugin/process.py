@@ -158,10 +158,8 @@ class Plugin:
         tracked = [self.requests.get(req.rid) for req in reqs]
         asked = [one.request.sampling if one is not None else ENDED for one in tracked]
         nodes = token_ids.shape[1]
-        key, every = (
-            (*(req.rid for req in reqs), nodes),
-            [one for one in asked for _ in range(nodes)],
-        )
+        key = (*(req.rid for req in reqs), nodes)
+        every = [one for one in asked for _ in range(nodes)]
         params = self._table.params(key, every, logits.device)
         adjusted = None
         if any(one.structured or one.adjusted for one in asked):

@@ -98,20 +98,13 @@ def _runtimes(
 def _eagle_slots(worker: Any) -> list[Slot]:
     drafter = worker._draft_worker
     numbers = ("topk", "speculative_num_steps", "speculative_num_draft_tokens")
-    drafting = (
-        "draft_attn_backend",
-        "draft_extend_attn_backend",
-        "cuda_graph_runner",
-        "cuda_graph_runner_for_draft_extend",
-        "_topk1_parents_prealloc",
-        "_topk1_score_indices_prealloc",
-    )
-    return [
-        *((worker, name) for name in numbers),
-        *((drafter, name) for name in (*numbers, *drafting)),
-        *((drafter.draft_runner, name) for name in ("draft_attn_backend", "attn_backend")),
-        *_target_slots(worker),
-    ]
+    backends = ("draft_attn_backend", "draft_extend_attn_backend")
+    graphs = ("cuda_graph_runner", "cuda_graph_runner_for_draft_extend")
+    chains = ("_topk1_parents_prealloc", "_topk1_score_indices_prealloc")
+    slots = [(worker, name) for name in numbers]
+    slots += [(drafter, name) for name in (*numbers, *backends, *graphs, *chains)]
+    slots += [(drafter.draft_runner, name) for name in ("draft_attn_backend", "attn_backend")]
+    return slots + _target_slots(worker)
 
 
 def _target_slots(worker: Any) -> list[Slot]:
