@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.services.rollout_gateway.engines.nouns import PromptScore, Request
+from paceline.services.rollout_gateway.engines.nouns import Request
+from paceline.v1.engine_pb2 import PromptScore
 
 
 def assert_scores_are(scores: tuple[PromptScore, ...], logits: torch.Tensor, one: Request) -> None:
@@ -18,4 +19,4 @@ def assert_scores_are(scores: tuple[PromptScore, ...], logits: torch.Tensor, one
         assert score.logprob == pytest.approx(float(row[token]), abs=1e-4)
         assert score.rank == int((row > row[token]).sum()) + 1
         best = row.topk(one.sampling.prompt_logprobs) if one.sampling.prompt_logprobs else None
-        assert [token for token, _ in score.top] == ([] if best is None else best.indices.tolist())
+        assert list(score.top.token_ids) == ([] if best is None else best.indices.tolist())

@@ -17,7 +17,7 @@ import zmq
 from paceline import errors
 from paceline.local.patience import patient
 from paceline.local.processes import child_environment
-from paceline.messages import from_message, stats_from_proto, versions_from_proto
+from paceline.messages import stats_from_proto, versions_from_proto
 from paceline.services.rollout_gateway.engines import find_engine
 from paceline.services.rollout_gateway.engines.nouns import (
     Capability,
@@ -25,9 +25,7 @@ from paceline.services.rollout_gateway.engines.nouns import (
     EngineInfo,
     Finish,
     PauseMode,
-    PromptScore,
     Request,
-    StageTime,
 )
 from paceline.services.rollout_gateway.engines.worker import (
     SOCKET_VARIABLE,
@@ -179,15 +177,8 @@ def chunk_from(message: pb.TokenChunk) -> Chunk:
         ),
         time_to_first_token_s=message.time_to_first_token_s,
         matched_stop=message.matched_stop,
-        stages=tuple(from_message(StageTime, one) for one in message.stages),
-        prompt_scores=tuple(
-            PromptScore(
-                one.logprob,
-                one.rank,
-                tuple(zip(one.top.token_ids, one.top.logprobs, strict=True)),
-            )
-            for one in message.prompt_scores
-        ),
+        stages=tuple(message.stages),
+        prompt_scores=tuple(message.prompt_scores),
     )
 
 

@@ -15,7 +15,7 @@ from paceline.models.reading import check_vocabulary, end_tokens, read_object
 from paceline.rpc.progress import Activity
 from paceline.services.rollout_gateway import background, engines, metrics, sandbox
 from paceline.services.rollout_gateway.calls import planner, queue
-from paceline.services.rollout_gateway.calls.call import Call, Plan
+from paceline.services.rollout_gateway.calls.call import Plan
 from paceline.services.rollout_gateway.chat.text import TextCodec
 from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.engines.nouns import Request
@@ -143,10 +143,6 @@ class Gateway:
         slow = engines.find_engine(self.config.engine.kind).starts_slowly
         rerun = plan.queue_key is None or not slow
         return self.router.submit(request, worker=plan.worker, prefer=prefer, rerun=rerun)
-
-    def call(self, plan: Plan) -> Call:
-        """The generation of a plan, ready to run."""
-        return Call(self, plan)
 
     def abort(self, generation: Generation) -> None:
         """Free a request's place in the engine and its hidden rows; none of its tokens are

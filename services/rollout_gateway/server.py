@@ -59,11 +59,8 @@ async def progress(gateway: Gateway, weights: Activity | None = None) -> GetProg
 
 def _worker(seat: Seat) -> Part:
     process = seat.process
-    if process is None:
-        part = seat.activity.part(trouble="it is being started")
-    else:
-        trouble = processes.stopped([process.pid])
-        part = seat.activity.part({"requests": len(seat.live)}, trouble=trouble)
+    trouble = processes.stopped([process.pid]) if process else "it is being started"
+    part = seat.activity.part({"requests": len(seat.live)} if process else None, trouble=trouble)
     part.ClearField("last_span")  # the span belongs to this process, not to the worker
     if process is not None and process.unanswered:
         part.doing = part.doing or "takes a command"

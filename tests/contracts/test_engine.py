@@ -29,7 +29,6 @@ from paceline.services.rollout_gateway.engines.nouns import (
     Finish,
     PauseMode,
     Request,
-    StageTime,
 )
 from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec
@@ -263,7 +262,7 @@ def test_the_stages_of_a_request_account_for_its_tokens_and_its_time(case: Case)
     for chunks in news.values():
         assert [chunk.stages for chunk in chunks[:-1]] == [()] * (len(chunks) - 1)
         last = chunks[-1]
-        by_name: dict[str, list[StageTime]] = {}
+        by_name: dict[str, list[pb.StageTime]] = {}
         for one in last.stages:
             by_name.setdefault(one.stage, []).append(one)
             assert before <= one.start_ns <= one.end_ns <= after
@@ -718,8 +717,8 @@ def test_a_prompt_is_scored_or_that_is_refused_by_capability_and_setting(case: C
     assert (alone.token_ids, alone.finish) == ((), Finish.LENGTH)
     assert len(alone.prompt_scores) == 36
     for score in alone.prompt_scores:
-        assert len(score.top) == 2
-        assert (score.rank == 1) == (score.logprob == score.top[0][1])
+        assert len(score.top.token_ids) == 2
+        assert (score.rank == 1) == (score.logprob == score.top.logprobs[0])
         assert score.logprob <= 0 < score.rank
     assert [len(chunk.prompt_scores) for chunk in found[1]] == [36, *[0] * (len(found[1]) - 1)]
     assert [score.logprob for score in found[1][0].prompt_scores] == pytest.approx(

@@ -44,6 +44,22 @@ PLAIN: dict[Any, st.SearchStrategy[Any]] = {
     str: st.text(max_size=5),
     bool: st.booleans(),
 }
+TEXT = PLAIN[str]
+PLAIN[pb.StageTime] = st.builds(
+    pb.StageTime,
+    stage=TEXT,
+    arm=TEXT,
+    policy_version=U32,
+    start_ns=U32,
+    end_ns=U32,
+    busy_s=FLOATS,
+    rounds=U32,
+    tokens=U32,
+)
+TOPS = st.builds(
+    pb.TopLogprobs, token_ids=st.lists(U32, max_size=3), logprobs=st.lists(FLOATS, max_size=3)
+)
+PLAIN[pb.PromptScore] = st.builds(pb.PromptScore, logprob=FLOATS, rank=U32, top=st.none() | TOPS)
 
 
 def values(hint: Any) -> st.SearchStrategy[Any]:

@@ -8,6 +8,7 @@ from typing import Any
 from paceline.errors import InvalidInput
 from paceline.messages import versions_to_proto
 from paceline.rpc import EpochGuard, Track
+from paceline.services.rollout_gateway.calls.call import Call
 from paceline.services.rollout_gateway.calls.planner import Asked
 from paceline.services.rollout_gateway.gateway import Gateway
 from paceline.services.rollout_gateway.runs.tasks import TaskRuns
@@ -34,12 +35,8 @@ class RolloutServicer(RolloutServiceServicer):
         session = agents.sessions.get(request.session_id) if request.session_id else None
         group = request.capture_group
         captured = session is None and group and gateway.captures(secrets.randbits(63))
-        within = (
-            agents.captured(group, gateway.weights.versions.policy)
-            if captured
-            else nullcontext(session)
-        )
-        with within as session:
+        policy = gateway.weights.versions.policy
+        with agents.captured(group, policy) if captured else nullcontext(session) as session:
             async with aclosing(self._generated(request, session)) as pieces:
                 async for piece in pieces:
                     yield piece
@@ -61,8 +58,7 @@ class RolloutServicer(RolloutServiceServicer):
             raise InvalidInput("the request has no prompt", allowed="text or token_ids")
         prompt = request.text if kind == "text" else request.token_ids.ids
         [plan] = await gateway.planner.completions(asked, [prompt])
-        call = gateway.call(plan)
-        async with aclosing(call.pieces(stream=True)) as pieces:
+        async with aclosing(Call(gateway, plan).pieces(stream=True)) as pieces:
             async for piece in pieces:
                 news = rpb.GenerateResponse(
                     chunk=piece.chunk,
@@ -122,9 +118,8 @@ class RolloutServicer(RolloutServiceServicer):
     ) -> rpb.ReleaseWorkersResponse:
         drain_s = request.drain_s if request.HasField("drain_s") else DRAIN_S
         outlasts_s = request.outlasts_s or OUTLASTS_S
-        freed = await self._gateway.lending.grant(
-            request.context, request.workers, drain_s, outlasts_s
-        )
+        lending, workers = self._gateway.lending, request.workers
+        freed = await lending.grant(request.context, workers, drain_s, outlasts_s)
         return rpb.ReleaseWorkersResponse(released_bytes=freed)
 
     async def ResumeWorkers(
@@ -147,17 +142,12 @@ class RolloutServicer(RolloutServiceServicer):
 
     async def GetStatus(self, request: rpb.GetStatusRequest, context: Any) -> rpb.GetStatusResponse:
         gateway = self._gateway
-        pids = {process.index: process.pid for process in gateway.router.processes()}
-        healths = await gateway.router.healths()
-        workers = [
-            rpb.WorkerStatus(
-                worker_index=seat.index,
-                pid=pids.get(seat.index, 0),
-                ready=seat.index in healths,
-                health=healths.get(seat.index),
-            )
-            for seat in gateway.router.seats
-        ]
+        healths, workers = await gateway.router.healths(), []
+        for seat in gateway.router.seats:
+            pid, health = seat.process.pid if seat.process else 0, healths.get(seat.index)
+            status = rpb.WorkerStatus(worker_index=seat.index, pid=pid, health=health)
+            status.ready = health is not None
+            workers.append(status)
         return rpb.GetStatusResponse(
             workers=workers,
             versions=versions_to_proto(gateway.weights.versions),

@@ -289,11 +289,8 @@ class BucketedEpsilonGreedy(WindowedBandit):
 
     def _bucket(self, batch_size: int, names: Sequence[str]) -> Sequence[str]:
         arms = self._buckets[base.group_of(self._settings.groups, batch_size)]
-        return (
-            [arm for arm in arms if arm in names]
-            or [name for name in names if not speculator_of(name)]
-            or list(names)
-        )
+        own = [arm for arm in arms if arm in names]
+        return own or [name for name in names if not speculator_of(name)] or list(names)
 
 
 HOPELESS = 0.7
@@ -312,7 +309,8 @@ class EpsilonGreedy(WindowedBandit):
         untried = [name for name in names if arms[name].rounds < TRIAL_PULLS]
         tried = [name for name in names if name not in untried]
         best = max(tried, key=lambda name: arms[name].rate, default=None)
-        trial = self._trial(situation, untried)
+        hopeful = [name for name in untried if not self._hopeless(name, situation)]
+        trial = min(hopeful, key=lambda name: arms[name].rounds, default=None)
         if trial is not None or best is None:
             return base.ArmChoice(trial or names[0], explored=True)
         if self._random.random() < self._settings.epsilon:
@@ -320,14 +318,6 @@ class EpsilonGreedy(WindowedBandit):
             chosen = self._random.choice(hopeful)
             return base.ArmChoice(chosen, explored=chosen != best)
         return base.ArmChoice(best, explored=False)
-
-    def _trial(self, situation: base.Situation, untried: Sequence[str]) -> str | None:
-        """The untried arm with the fewest rounds; None when other groups exclude all of
-        `untried`.
-        """
-        arms = self._group(situation).arms
-        hopeful = [name for name in untried if not self._hopeless(name, situation)]
-        return min(hopeful, key=lambda name: arms[name].rounds, default=None)
 
     def _hopeless(self, name: str, situation: base.Situation) -> bool:
         """Whether the nearest group that has tried the arm excludes it as the best."""

@@ -29,10 +29,8 @@ from paceline.trajectory import DrawSpan, VersionSpan
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 
-FINISH_NAMES = {
-    value: name.removeprefix("FINISH_REASON_").removeprefix("UNSPECIFIED").lower()
-    for name, value in tpb.FinishReason.items()
-}
+_REASONS = {one: name.removeprefix("FINISH_REASON_") for name, one in tpb.FinishReason.items()}
+FINISH_NAMES = {one: name.lower() for one, name in _REASONS.items()} | {0: ""}
 """Name of each finish reason by its value on the wire; "" before the end."""
 UNASKED = Sampling(UNSEEDED, 0)
 """Placeholder for a plan before its sampling is decided."""
@@ -204,8 +202,7 @@ class Call:
     def _take(self, chunk: pb.TokenChunk) -> Piece:
         """Decode and parse the new tokens."""
         finish = FINISH_NAMES[chunk.finish_reason]
-        news = self._text(chunk)
-        delta = None
+        news, delta = self._text(chunk), None
         self._texts.append(news)
         if self._parser is not None:
             delta = self._parser.push(news)
@@ -318,6 +315,7 @@ def generation_seed(base: int, number: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{base}/{number}".encode()).digest()[:8], "little") >> 1
 
 
+Clock = Callable[[], float]
 REQUESTS_PER_S = 25.0
 """Requests per second with a span for each stage; further requests only get `engine.request`."""
 
@@ -325,12 +323,10 @@ REQUESTS_PER_S = 25.0
 class StageSpans:
     """Makes spans of requests' stages, up to a rate of requests per second."""
 
-    def __init__(
-        self, requests_per_s: float = REQUESTS_PER_S, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._rate = self._left = requests_per_s
-        self._clock = clock
-        self._at = clock()
+    def __init__(self, rate: float = REQUESTS_PER_S, clock: Clock = time.monotonic) -> None:
+        """`rate`: requests per second."""
+        self._rate = self._left = rate
+        self._clock, self._at = clock, clock()
 
     def show(self, request: Span, worker: int, whole: pb.TokenChunk) -> None:
         """Record a child span for each stage of the request."""
@@ -338,19 +334,12 @@ class StageSpans:
             return
         parent = set_span_in_context(request)
         for one in whole.stages:
-            labels: dict[str, AttributeValue] = {
-                names.WORKER: worker,
-                names.TOKENS: one.tokens,
-                names.BUSY_S: one.busy_s,
-            }
+            labels: dict[str, AttributeValue] = {names.WORKER: worker, names.TOKENS: one.tokens}
+            labels[names.BUSY_S] = one.busy_s
             if one.arm:
-                labels |= {
-                    names.ARM: one.arm,
-                    names.POLICY_VERSION: one.policy_version,
-                    names.ROUNDS: one.rounds,
-                }
-            name = names.engine_stage(one.stage)
-            past_span(name, labels, one.start_ns, one.end_ns, parent)
+                labels |= {names.ARM: one.arm, names.ROUNDS: one.rounds}
+                labels[names.POLICY_VERSION] = one.policy_version
+            past_span(names.engine_stage(one.stage), labels, one.start_ns, one.end_ns, parent)
 
     def _may(self) -> bool:
         now = self._clock()

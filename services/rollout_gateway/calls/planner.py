@@ -5,11 +5,11 @@ A plan changes no state: a refused request leaves no trace.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cached_property, partial
 
 from paceline.errors import FailedPrecondition, InvalidInput, MissingCapability, TrainabilityError
 from paceline.services.rollout_gateway.background import LargeRequests
-from paceline.services.rollout_gateway.calls.call import Plan, generation_seed
+from paceline.services.rollout_gateway.calls.call import UNASKED, Plan, generation_seed
 from paceline.services.rollout_gateway.chat.messages import ChatRequest, ToolChoice
 from paceline.services.rollout_gateway.chat.prompts import ChatPrompt, ChatPrompts, Known
 from paceline.services.rollout_gateway.chat.text import TextCodec
@@ -32,14 +32,8 @@ from paceline.services.rollout_gateway.sessions.tree import Turn, overridden
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 
-CHECKED_FIELDS = (
-    *(field.name for field in fields(Sampling)),
-    "prompt",
-    *structures.FIELDS.values(),
-    "messages",
-    "tools",
-    "tool_choice",
-)
+_PARAMETERS = (*(field.name for field in fields(Sampling)), *structures.FIELDS.values())
+CHECKED_FIELDS = (*_PARAMETERS, "prompt", "messages", "tools", "tool_choice")
 """Fields of a request that an error message may begin with."""
 
 
@@ -49,32 +43,16 @@ def check_request(
     """Raises InvalidInput with the field that the engine would refuse, or MissingCapability."""
     check_prompt(tuple(prompt), ready.vocab_size, ready.max_sequence_tokens)
     check_sampling(sampling, ready.vocab_size)
-    _check_capabilities(ready, sampling)
-    room = ready.max_sequence_tokens - len(prompt)
-    if sampling.min_tokens > room:
-        raise InvalidInput(
-            "min_tokens does not fit behind the prompt", seen=sampling.min_tokens, allowed=room
-        )
-    structures.structure_of(sampling)
-    control.check_arm(forced_arm, ready.arms)
-
-
-def _check_capabilities(ready: pb.WorkerReady, sampling: Sampling) -> None:
-    adjusting = "a penalty or logit_bias" if sampling.adjusted else ""
-    if sampling.confined:
-        adjusting = "min_tokens" if sampling.min_tokens else "allowed_token_ids"
-    asked = {
-        Capability.PENALTIES: adjusting,
-        Capability.PROMPT_LOGPROBS: "prompt_logprobs" if sampling.scored else "",
-        Capability.JSON_SCHEMA: "response_format" if sampling.json_schema else "",
-        Capability.GRAMMARS: "structured_outputs or a strict tool"
-        if structures.beyond_json(sampling)
-        else "",
-    }
-    for capability, seen in asked.items():
+    for capability, seen in control.demands(sampling).items():
         if seen and capability not in ready.capabilities:
             message = f"the engine lacks the capability {capability}"
             raise MissingCapability(message, seen=seen, allowed=SETTINGS[capability])
+    room = ready.max_sequence_tokens - len(prompt)
+    if sampling.min_tokens > room:
+        message = "min_tokens does not fit behind the prompt"
+        raise InvalidInput(message, seen=sampling.min_tokens, allowed=room)
+    structures.structure_of(sampling)
+    control.check_arm(forced_arm, ready.arms)
 
 
 AskedSampling = Callable[[int], tpb.SamplingParams]
@@ -96,24 +74,20 @@ class Asked:
     special: bool = True  # the tokenizer adds its special tokens around a text prompt
 
 
+@dataclass(eq=False)
 class Planner:
     """Plans the generations of requests."""
 
-    def __init__(
-        self,
-        config: GatewayConfig,
-        codec: TextCodec,
-        sessions: Sessions,
-        ready: Callable[[], pb.WorkerReady],
-        aside: LargeRequests,
-    ) -> None:
-        self._config = config
-        self._codec = codec
-        self._sessions = sessions
-        self._ready = ready
-        self._aside = aside
-        self.prompts = ChatPrompts(config.chat, codec)
+    _config: GatewayConfig
+    _codec: TextCodec
+    _sessions: Sessions
+    _ready: Callable[[], pb.WorkerReady]
+    _aside: LargeRequests
+
+    @cached_property
+    def prompts(self) -> ChatPrompts:
         """Prompts of conversations."""
+        return ChatPrompts(self._config.chat, self._codec)
 
     async def chat(self, asked: Asked, request: ChatRequest) -> list[Plan]:
         """Plan the answers to one conversation.
@@ -130,20 +104,13 @@ class Planner:
         known = None if turn is None else Known(count, turn.token_ids, turn.response_ids)
         longest = self._longest
         answer = asked.sampling(1).json_schema if self._holds_calls(given) else None
-        prompt = await self._aside.run(
-            asked.size, lambda: self.prompts.prompt(request, known, longest, answer)
-        )
-        plan = Plan(
-            prompt.ids,
-            parent=turn if prompt.goes_on else None,
-            digest=digests[-1],
-            parser=prompt.parser,
-            unread=prompt.unread,
-        )
-        run_temperature = self._own(session, implicit=given is None)
-        plans = await self._aside.run(
-            asked.size, lambda: self._drawn(asked, [plan], run_temperature, prompt)
-        )
+        render = partial(self.prompts.prompt, request, known, longest, answer)
+        prompt = await self._aside.run(asked.size, render)
+        parent, digest = turn if prompt.goes_on else None, digests[-1]
+        plan = Plan(prompt.ids, "", UNASKED, None, parent, digest, prompt.parser, prompt.unread)
+        own = self._own(session, implicit=given is None)
+        draw = partial(self._drawn, asked, [plan], own, prompt)
+        plans = await self._aside.run(asked.size, draw)
         return self._within(session, plans, implicit=given is None)
 
     def _holds_calls(self, session: Session | None) -> bool:
@@ -153,17 +120,15 @@ class Planner:
         where = self._config.chat.tool_grammars
         if where == "never" or Capability.GRAMMARS not in self._ready().capabilities:
             return False
-        if session is not None:
-            trained = session.assignment.trainable
-        else:
-            trained = bool(self._config.trajectories)
+        implicit = bool(self._config.trajectories)
+        trained = implicit if session is None else session.assignment.trainable
         return where == "always" or not trained
 
     async def completions(self, asked: Asked, prompts: Sequence[str | Sequence[int]]) -> list[Plan]:
         """Plan the continuations of each prompt, text or token ids."""
         found = [await self._continued(asked, prompt) for prompt in prompts]
         own = self._own(asked.caller.session, implicit=False)
-        plans = await self._aside.run(asked.size, lambda: self._drawn(asked, found, own))
+        plans = await self._aside.run(asked.size, lambda: self._drawn(asked, found, own, None))
         return self._within(asked.caller.session, plans, implicit=False)
 
     @property
@@ -198,15 +163,11 @@ class Planner:
         return Plan(ids, parent=tree.extended_by_tokens(ids) if tree is not None else None)
 
     def _drawn(
-        self,
-        asked: Asked,
-        plans: Sequence[Plan],
-        run_temperature: float | None,
-        prompt: ChatPrompt | None = None,
+        self, asked: Asked, plans: Sequence[Plan], own: float | None, prompt: ChatPrompt | None
     ) -> list[Plan]:
         """One plan per choice. Each choice has its own id, so that it can be rewarded.
 
-        prompt: the rendered prompt of a conversation.
+        own: see `_own`. prompt: the rendered prompt of a conversation.
         """
         ready, single = self._ready(), len(plans) * asked.count == 1
         drawn: list[Plan] = []
@@ -216,15 +177,11 @@ class Planner:
             if prompt is not None:
                 sampling = _formed(sampling, prompt)
             changed: tuple[str, ...] = ()
-            if run_temperature is not None:
-                sampling, changed = overridden(sampling, run_temperature)
-            check_request(ready, plan.prompt, sampling, asked.forced_arm)
-            plan = replace(
-                plan,
-                overridden=changed,
-                forced_arm=asked.forced_arm,
-                queue_key=asked.caller.queue_key,
-            )
+            if own is not None:
+                sampling, changed = overridden(sampling, own)
+            arm, key = asked.forced_arm, asked.caller.queue_key
+            check_request(ready, plan.prompt, sampling, arm)
+            plan = replace(plan, overridden=changed, forced_arm=arm, queue_key=key)
             for index in range(asked.count):
                 name = asked.completion_id if single else f"{asked.completion_id}:{len(drawn)}"
                 if index and sampling.seed != UNSEEDED:

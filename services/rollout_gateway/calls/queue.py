@@ -137,7 +137,6 @@ class FairQueue:
         # The time since the last turn counts, so that a standstill shows.
         passed_s = asyncio.get_running_loop().time() - self._turns[0]
         mean_s = passed_s / max(len(self._turns) - 1, 1)
-        retry_after_s = min(max(turns * mean_s, shortest_s), longest_s)
-        return ResourceExhausted(
-            message, reason=reason, seen=seen, allowed=allowed, retry_after_s=retry_after_s
-        )
+        error = ResourceExhausted(message, reason=reason, seen=seen, allowed=allowed)
+        error.retry_after_s = min(max(turns * mean_s, shortest_s), longest_s)
+        return error

@@ -5,6 +5,7 @@ calls, results and the text beside calls are refused by name if the chat templat
 moved into the default tool prompt. Other dropped parts are reported.
 """
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -47,10 +48,9 @@ _SHOWN = 80
 """Characters of a part that an error shows."""
 Tools = tuple[Mapping[str, Any], ...]
 _USER = Message("user", "Hello")
-_TOOLS: Tools = tuple(
-    {"type": "function", "function": {"name": f"pacelinetoolprobe{one}", "parameters": {}}}
-    for one in "fg"
-)
+_NAMES = ("pacelinetoolprobef", "pacelinetoolprobeg")
+_FUNCTIONS = [{"name": name, "parameters": {}} for name in _NAMES]
+_TOOLS: Tools = tuple({"type": "function", "function": one} for one in _FUNCTIONS)
 _CALLS = tuple(ToolCall(f"a{one}b2c3d4e", f"pacelinecallprobe{one}", "{}") for one in "fg")
 """Ids of nine letters and digits, the only form that Mistral's templates accept."""
 _RESULTS = tuple(
@@ -126,14 +126,11 @@ class _TemplateParts:
         """Parts (`name`, `reasoning`) of a message that the template writes for no message of its
         role. `kept`: first messages with recorded tokens.
         """
-        given = {
-            (part, message.role)
-            for message in request.messages[kept:]
-            for part in _PARTS
-            if getattr(message, part)
-        }
-        tools = _TOOLS if request.tools else ()
-        return tuple(sorted({part for part, role in given if not self._reads(part, role, tools)}))
+        tools, found = _TOOLS if request.tools else (), set()
+        for message, part in itertools.product(request.messages[kept:], _PARTS):
+            if getattr(message, part) and not self._reads(part, message.role, tools):
+                found.add(part)
+        return tuple(sorted(found))
 
     def _reads(self, part: str, role: Role, tools: Tools) -> bool:
         """Whether the template writes that part; a refused part counts as written."""
@@ -153,9 +150,8 @@ class _TemplateParts:
         called = Message("assistant", tool_calls=_CALLS)
         alone = self._rendered(tools, (_USER,), (Message("system", "Be brief."), _USER))
         both = self._rendered(tools, (_USER, called, *_RESULTS))
-        one = both or self._rendered(
-            tools, (_USER, replace(called, tool_calls=_CALLS[:1]), _RESULTS[0])
-        )
+        once = replace(called, tool_calls=_CALLS[:1])
+        one = both or self._rendered(tools, (_USER, once, _RESULTS[0]))
         calls = _CALLS if both else _CALLS[:1]
         talking = replace(called, content=_TEXT, tool_calls=calls)
         texts = one and self._rendered(tools, (_USER, talking, *_RESULTS[: len(calls)]))
@@ -182,9 +178,9 @@ def _moved(request: ChatRequest, dropped: frozenset[str], spelling: ToolFormat) 
     """The request with dropped parts as text of its messages, tools in the first, a system
     message.
     """
-    messages = [
-        _as_text(one, spelling) if dropped & _parts(one).keys() else one for one in request.messages
-    ]
+    odd = [bool(dropped & _parts(one).keys()) for one in request.messages]
+    pairs = zip(request.messages, odd, strict=True)
+    messages = [_as_text(one, spelling) if moves else one for one, moves in pairs]
     if not request.tools or _TOOL_KIND not in dropped:
         return replace(request, messages=tuple(messages))
     tools = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in request.tools)
@@ -297,9 +293,8 @@ class ChatPrompts:
         if not request.strict_tools and not answer:
             return ""
         after = parse.THOUGHT if inside and not request.prefill else ""
-        return offered.allowed(
-            added, request.strict_tools, after, answer, several=not request.one_call
-        )
+        strict, several = request.strict_tools, not request.one_call
+        return offered.allowed(added, strict, after, answer, several=several)
 
     def _history(
         self, request: ChatRequest, known: Known | None, longest: int | None
@@ -323,10 +318,8 @@ class ChatPrompts:
         """
         choice, end_of_reasoning = request.tool_choice, f"\n{parse.THOUGHT}\n\n" * inside
         if choice.mode in ("auto", "none"):
-            if not request.prefill:
-                return ""
-            content_beginning = self._format.content_beginning if self._format else ""
-            return end_of_reasoning or content_beginning
+            begun = end_of_reasoning or (self._format.content_beginning if self._format else "")
+            return begun if request.prefill else ""
         names = list(request.tool_names())
         if not names or (choice.mode == "named" and choice.name not in names):
             seen, allowed = choice.name or choice.mode, ", ".join(names)

@@ -3,6 +3,7 @@ possible.
 """
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 
 from paceline.services.rollout_gateway.engines.requests import stop_texts
 
@@ -14,6 +15,7 @@ LONGEST_BROKEN = 16
 """Most tokens held back without a whole character; broken bytes are returned after that."""
 
 
+@dataclass(eq=False)
 class TextStream:
     """Text of a growing response. It holds back incomplete characters and possible beginnings of a
     stop string.
@@ -23,25 +25,18 @@ class TextStream:
     texts, nothing depends on them once a character is whole, and every id is decoded once.
     """
 
-    def __init__(
-        self,
-        decode: Callable[[list[int]], str],
-        stop: tuple[str, ...],
-        *,
-        adds_up: bool = False,
-        names: stop_texts.TokenNames | None = None,
-    ) -> None:
-        """`adds_up`: the text of ids is the concatenation of its parts' texts, for any cut between
-        whole characters. `names`: tokens with names in which no stop string counts.
-        """
-        self._token_names = names
-        self._names: frozenset[str] = frozenset()  # of the received tokens
-        self._decode = decode
-        self._stop = stop
-        self._adds_up = adds_up
-        self._window: list[int] = []
-        self._known = 0  # ids of the window with returned text
-        self._held = ""
+    _decode: Callable[[list[int]], str]
+    _stop: tuple[str, ...]
+    adds_up: bool = False
+    """The text of ids is the concatenation of its parts' texts, for any cut between whole
+    characters.
+    """
+    names: stop_texts.TokenNames | None = None
+    """Tokens with names in which no stop string counts."""
+    _names: frozenset[str] = frozenset()  # of the received tokens
+    _window: list[int] = field(default_factory=list)
+    _known: int = 0  # ids of the window with returned text
+    _held: str = ""
 
     def push(self, token_ids: Sequence[int], *, early: bool = False) -> str:
         """Text that became certain with these ids. `early`: a complete stop string does not end the
@@ -51,8 +46,8 @@ class TextStream:
         news = self._advance(final=False)
         if not self._stop:
             return news
-        if self._token_names is not None:
-            self._names |= self._token_names.among(token_ids)
+        if self.names is not None:
+            self._names |= self.names.among(token_ids)
         self._held += news
         overlap = _beginning if early else _overlap
         keep = max((overlap(self._held, stop, self._names) for stop in self._stop), default=0)
@@ -82,7 +77,7 @@ class TextStream:
             size = len(self._window) - left_out
             after = self._decode(self._window[:size])
             if after.startswith(before) and not after.endswith(BROKEN):
-                rest = self._give(size, after[len(before) :], whole=self._adds_up)
+                rest = self._give(size, after[len(before) :], whole=self.adds_up)
                 return rest + self._advance(final=True) if final and left_out else rest
         if final or pending > LONGEST_BROKEN:
             return self._give(len(self._window), self._decode(self._window[self._known :]))
@@ -107,8 +102,7 @@ def _overlap(text: str, stop: str, names: Collection[str]) -> int:
 
 def _beginning(text: str, stop: str, names: Collection[str]) -> int:
     """Length of the longest proper beginning of a stop string at the end of `text`."""
-    sizes = [
-        size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])
-    ]
+    longest = min(len(stop) - 1, len(text))
+    sizes = [size for size in range(longest, 0, -1) if text.endswith(stop[:size])]
     spans = stop_texts.name_spans(text, names) if sizes else []
     return next((size for size in sizes if not stop_texts.is_inside(len(text) - size, spans)), 0)

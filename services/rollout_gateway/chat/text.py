@@ -61,11 +61,9 @@ class ChatTemplates:
         self._files = files
         self.source = files.templates.get(TOOL_USE) or files.templates.get(DEFAULT, "")
         """Text of the template for conversations with tools; empty without one."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=["jinja2.ext.loopcontrols", _Generation],
-        )
+        blocks = {"trim_blocks": True, "lstrip_blocks": True}
+        extensions = ["jinja2.ext.loopcontrols", _Generation]
+        environment = ImmutableSandboxedEnvironment(**blocks, extensions=extensions)
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
@@ -83,13 +81,8 @@ class ChatTemplates:
         Raises InvalidInput without a template, and when the template refuses the conversation.
         """
         template = self._read[self._files.template(tools=bool(request.tools))]
-        write = partial(
-            template.render,
-            tools=list(request.tools) or None,
-            documents=None,
-            add_generation_prompt=True,
-            **self._files.named,
-        )
+        given = {"tools": list(request.tools) or None, "documents": None, **self._files.named}
+        write = partial(template.render, given, add_generation_prompt=True)
         try:
             try:
                 return write(messages=[one.shown(parsed=True) for one in request.messages])
@@ -123,9 +116,8 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    form = partial(json.dumps, ensure_ascii=ensure_ascii, indent=indent, separators=separators)
+    return form(value, sort_keys=sort_keys)
 
 
 def _raise(message: str) -> None:
@@ -170,14 +162,10 @@ class TextCodec:
         self._tokenizer, self._within = tokenizer.read_tokenizers(files)
         self.template = ChatTemplates(files)
         added = self._tokenizer.get_added_tokens_decoder()
-        special = {token.content for token in files.added if token.special}
-        self._special = {
-            token_id: token.content
-            for token_id, token in added.items()
-            if token.special or token.content in special
-        }
-        self._added = frozenset(added)
-        self.added_tokens = {token.content: token_id for token_id, token in added.items()}
+        special = {token.content for token in [*files.added, *added.values()] if token.special}
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self._special = {one: name for one, name in self._added.items() if name in special}
+        self.added_tokens = {name: token_id for token_id, name in self._added.items()}
         """Tokens outside ordinary text, by their text: marks, beginnings and ends."""
         self._bytes: dict[int, bytes] = {}
         self._spelling: tokenizer.TokenSpelling | None = None
@@ -256,9 +244,8 @@ class TextCodec:
         """
         front = itertools.takewhile(self._special.__contains__, token_ids)
         names = [self._special[token] for token in front]
-        hidden = next(
-            (index for index, name in enumerate(names) if text.startswith(name)), len(names)
-        )
+        shown = (index for index, name in enumerate(names) if text.startswith(name))
+        hidden = next(shown, len(names))
         places = TextPlaces(self.stream(keep=self._silent.values())).take(token_ids[hidden:])
         return [0] * hidden + [min(place, len(text)) for place in places]
 

@@ -9,6 +9,7 @@ from operator import add, sub
 from paceline.errors import MissingCapability
 from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.trajectory import DrawSpan, SpeculationStats, VersionSpan
+from paceline.v1 import engine_pb2 as pb
 
 
 class Capability(StrEnum):
@@ -49,11 +50,8 @@ SETTINGS = {
 
 def missing(engine: str, capability: Capability) -> MissingCapability:
     """The error for a capability that the engine does not declare."""
-    return MissingCapability(
-        f"the {engine} engine lacks the capability {capability}",
-        seen=engine,
-        allowed=SETTINGS.get(capability),
-    )
+    message = f"the {engine} engine lacks the capability {capability}"
+    return MissingCapability(message, seen=engine, allowed=SETTINGS[capability])
 
 
 class PauseMode(StrEnum):
@@ -93,29 +91,6 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class StageTime:
-    """One span of a request's time in an engine; see proto StageTime."""
-
-    stage: str  # queue, prefill, decode
-    arm: str = ""
-    policy_version: int = 0
-    start_ns: int = 0
-    end_ns: int = 0
-    busy_s: float = 0.0
-    rounds: int = 0
-    tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PromptScore:
-    """Probability of a prompt token given the tokens before it."""
-
-    logprob: float  # of log_softmax(logits / temperature), temperature 0 as 1
-    rank: int  # 1: most likely
-    top: tuple[tuple[int, float], ...] = ()  # (token id, log-prob), most likely first
-
-
-@dataclass(frozen=True, slots=True)
 class Chunk:
     """New tokens of one request; finish is set on its last chunk."""
 
@@ -132,9 +107,9 @@ class Chunk:
     time_to_first_token_s: float = 0.0
     matched_stop: str = ""
     draw_spans: tuple[DrawSpan, ...] = ()  # indices as in version_spans
-    stages: tuple[StageTime, ...] = ()  # on the last chunk
+    stages: tuple[pb.StageTime, ...] = ()  # on the last chunk
     # one per prompt token except the first, on the first chunk of a request with prompt_logprobs
-    prompt_scores: tuple[PromptScore, ...] = ()
+    prompt_scores: tuple[pb.PromptScore, ...] = ()
     accepted_drafts: tuple[bool, ...] = ()  # [n]
 
 
@@ -178,9 +153,8 @@ class RowLayout:
     @classmethod
     def entering(cls, hidden_size: int, inner: tuple[int, ...]) -> RowLayout:
         """A row with the residual streams entering these layers, then lm_head's input state."""
-        return cls(
-            (len(inner) + 1) * hidden_size, ",".join((*map(str, inner), "last")), "post_norm"
-        )
+        layers = (*map(str, inner), "last")
+        return cls(len(layers) * hidden_size, ",".join(layers), "post_norm")
 
     @property
     def inner(self) -> tuple[int, ...]:

@@ -106,33 +106,14 @@ RANGES = {
 BIAS = Range(-100, 100)
 RECOMPUTED = {"temperature"}
 """Parameters that the policy trainer applies when it recomputes log-probs."""
-NO_EFFECT = {
-    "seed",
-    "max_tokens",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "top_logprobs",
-    "prompt_logprobs",
-    "include_stop_str_in_output",
-}
+_ENDS = {"max_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"}
+NO_EFFECT = {"seed", "top_logprobs", "prompt_logprobs", *_ENDS}
 """Parameters that do not change the log-prob of a drawn token."""
-_UNTRAINED = {
-    field.name: field.default
-    for field in fields(Sampling)
-    if field.name not in RECOMPUTED | NO_EFFECT
-}
+_TRAINED = RECOMPUTED | NO_EFFECT
+_UNTRAINED = {one.name: one.default for one in fields(Sampling) if one.name not in _TRAINED}
 """All other parameters, with the values that disable them."""
-OVERRIDABLE = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-)
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
+OVERRIDABLE = ("temperature", "top_p", "top_k", "min_p", *_PENALTIES)
 """Parameters that a session may override. The remaining parameters are requirements on the answer.
 """
 
@@ -191,12 +172,9 @@ def _check_tokens(sampling: Sampling, vocab_size: int) -> None:
 def check_length(tokens: int, longest: int) -> None:
     """Raises InvalidInput unless the prompt has 1 to `longest` tokens."""
     if not 1 <= tokens <= longest:
-        raise InvalidInput(
-            "prompt does not fit",
-            reason=TOO_LONG if tokens > longest else None,
-            seen=f"{tokens} tokens",
-            allowed=f"1 to {longest} tokens",
-        )
+        reason = TOO_LONG if tokens > longest else None
+        seen, allowed = f"{tokens} tokens", f"1 to {longest} tokens"
+        raise InvalidInput("prompt does not fit", reason=reason, seen=seen, allowed=allowed)
 
 
 def check_prompt(prompt: tuple[int, ...], vocab_size: int, max_sequence_tokens: int) -> None:
@@ -210,11 +188,8 @@ def check_prompt(prompt: tuple[int, ...], vocab_size: int, max_sequence_tokens: 
 
 def untrainable(sampling: Sampling) -> dict[str, object]:
     """Returns the parameters, with their values, that make log-probs impossible to recompute."""
-    found: dict[str, object] = {
-        name: value
-        for name, default in _UNTRAINED.items()
-        if (value := getattr(sampling, name)) != default
-    }
+    asked: dict[str, object] = {name: getattr(sampling, name) for name in _UNTRAINED}
+    found = {name: value for name, value in asked.items() if value != _UNTRAINED[name]}
     if not sampling.temperature > 0:
         found["temperature"] = sampling.temperature
     return found

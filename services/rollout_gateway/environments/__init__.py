@@ -59,16 +59,16 @@ def checked_episode(found: object) -> Episode:
     if not isinstance(found, Episode):
         seen = repr(found)[:80]
         raise InvalidInput("an environment returned no Episode", seen=seen, allowed="an Episode")
-    messages = found.messages
+    messages, reward = found.messages, found.reward
     whole = isinstance(messages, tuple) and all(isinstance(one, Message) for one in messages)
-    wrong = {
+    checks = {
         "finish": (found.finish in FINISHES, ", ".join(FINISHES)),
         "text": (isinstance(found.text, str), "text"),
         "task": (isinstance(found.task, EpisodeTask), "an EpisodeTask"),
         "messages": (whole, "a tuple of Message"),
-        "reward": (found.reward is None or is_reward(found.reward), f"{REWARD_RANGE} or None"),
+        "reward": (reward is None or is_reward(reward), f"{REWARD_RANGE} or None"),
     }
-    for name, (right, allowed) in wrong.items():
+    for name, (right, allowed) in checks.items():
         if not right:
             message = f"an environment returned an Episode with an invalid {name}"
             raise InvalidInput(message, seen=repr(getattr(found, name))[:80], allowed=allowed)

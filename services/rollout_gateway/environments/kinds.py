@@ -2,7 +2,8 @@
 
 import asyncio
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
@@ -61,24 +62,27 @@ def interaction_class(
     return own  # type: ignore[no-any-return]
 
 
+@contextmanager
+def _users_code(fault: str, seen: str) -> Iterator[None]:
+    """Raises InvalidInput for any exception inside the block, which a user's class may raise."""
+    try:
+        yield
+    except Exception as error:
+        raise InvalidInput(f"{fault}: {type(error).__name__}: {error}", seen=seen) from error
+
+
 def begin_interaction(own: Callable[[EpisodeTask], Any], task: EpisodeTask) -> Interaction:
     """The user of one dialogue. Raises InvalidInput for a failing class."""
-    try:
+    with _users_code("an interaction cannot begin", task.task_id):
         user: Interaction = own(task)
-    except Exception as error:  # a user's class may raise anything
-        message = f"an interaction cannot begin: {type(error).__name__}: {error}"
-        raise InvalidInput(message, seen=task.task_id) from error
     return user
 
 
 async def reply_of(user: Interaction, messages: Sequence[Message]) -> UserReply:
     """The user's reply. Raises InvalidInput when the user's code raises or returns no UserReply."""
-    try:
+    with _users_code("an interaction failed", type(user).__name__):
         found = user.answer(messages)
         reply = await found if inspect.isawaitable(found) else found
-    except Exception as error:  # a user's class may raise anything
-        message = f"an interaction failed: {type(error).__name__}: {error}"
-        raise InvalidInput(message, seen=type(user).__name__) from error
     if not isinstance(reply, UserReply) or not isinstance(reply.text, str):
         raise InvalidInput("an interaction answers with a UserReply", seen=repr(reply)[:80])
     return reply

@@ -92,11 +92,8 @@ class OpenEnv:
             ) as client:
                 answer = (await client.get(f"{self._url}/schema")).raise_for_status().json()
                 found = answer["action"].get("properties", {})
-            texts = [
-                name
-                for name, one in found.items()
-                if name not in ("metadata", "type") and one.get("type") == "string"
-            ]
+            texts = [name for name, one in found.items() if one.get("type") == "string"]
+            texts = [name for name in texts if name not in ("metadata", "type")]
         except (httpx.HTTPError, ValueError, KeyError, AttributeError) as error:
             raise _away(self._url, "/schema", error) from error
         if self._options.action and self._options.action not in found:
@@ -111,8 +108,8 @@ class OpenEnv:
         """
         messages: list[Message] = []
         try:
-            async with self._session(_reset_arguments(task)) as (ask, begun):
-                return await self._lead(ask, begun, task, model, messages)
+            async with self._session(_reset_arguments(task)) as begun:
+                return await self._lead(begun, task, model, messages)
         except Unavailable as error:
             if error.reason != AWAY:  # of the gateway itself
                 raise
@@ -120,14 +117,10 @@ class OpenEnv:
             return Episode(task, _last_said(messages), "error", tuple(messages))
 
     async def _lead(
-        self,
-        ask: "_Session",
-        result: _Result,
-        task: EpisodeTask,
-        model: Model,
-        messages: list[Message],
+        self, begun: "_Begun", task: EpisodeTask, model: Model, messages: list[Message]
     ) -> Episode:
-        """`result`: of the reset. `messages`: empty; receives the conversation."""
+        """`messages`: empty; receives the conversation."""
+        ask, result = begun
         tools = await ask.tools()
         if not tools and not self._field:
             message = f"{self._url} has neither tools nor one field for text; name it by ?action="
@@ -173,9 +166,8 @@ class OpenEnv:
             else:
                 named = {"type": "call_tool", "tool_name": call.name, "arguments": arguments}
                 found.append((named, call))
-        late = _Result(
-            observation={"text": f"error: at most {kinds.MAX_CALLS} calls in one message"}
-        )
+        fault = f"error: at most {kinds.MAX_CALLS} calls in one message"
+        late = _Result(observation={"text": fault})
         return found + [(late, call) for call in message.tool_calls[kinds.MAX_CALLS :]]
 
     def _text(self, result: _Result) -> str:
@@ -193,7 +185,7 @@ class OpenEnv:
         return shortened(json.dumps(found, ensure_ascii=False))
 
     @asynccontextmanager
-    async def _session(self, reset: Mapping[str, Any]) -> AsyncIterator[tuple["_Session", _Result]]:
+    async def _session(self, reset: Mapping[str, Any]) -> AsyncIterator["_Begun"]:
         """A session of the server with the result of its reset; waits while the server is full.
         Raises InvalidInput, Unavailable.
         """
@@ -282,14 +274,17 @@ class _Session:
             raise _away(self._url, f"{kind} within {limit_s:g} s", error) from error
         found = answer.get("data") if isinstance(answer, dict) else None
         if not isinstance(found, dict):
-            raise InvalidInput(
-                f"{self._url} answered {kind} in another form", seen=str(answer)[:200]
-            )
+            fault = f"{self._url} answered {kind} in another form"
+            raise InvalidInput(fault, seen=str(answer)[:200])
         if answer.get("type") == "error":
             if found.get("code") == "CAPACITY_REACHED":
                 raise _Full
             raise InvalidInput(f"{self._url} refused {kind}", seen=str(found)[:500])
         return found
+
+
+_Begun = tuple[_Session, _Result]
+"""A session, and the result of its reset."""
 
 
 def _websockets() -> Any:

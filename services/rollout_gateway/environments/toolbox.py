@@ -44,15 +44,12 @@ class ToolServer:
         async with self._deadline("lists no tools"):
             listed = {tool.name: tool for tool in (await client.list_tools()).tools}
         wanted = self._config.tools or tuple(listed)
-        missing = [name for name in wanted if name not in listed]
-        if missing:
+        if missing := [name for name in wanted if name not in listed]:
             seen, allowed = ", ".join(missing), ", ".join(listed) or "none: the server has no tools"
             raise ConfigError(f"{self._place}.tools", seen=seen, allowed=allowed)
-        tools: dict[str, Tool] = {}
-        for name in wanted:
-            about, answer = listed[name].description or "", partial(self._call, name)
-            tools[name] = Tool(name, about, listed[name].input_schema, answer)
-        return tools
+        found = [listed[name] for name in wanted]
+        forms = {one.name: (one.description or "", one.input_schema) for one in found}
+        return {name: Tool(name, *form, partial(self._call, name)) for name, form in forms.items()}
 
     async def stop(self) -> None:
         """End the server's process or the connection."""

@@ -50,13 +50,10 @@ def python(sandbox: Sandbox) -> Tool:
         return shown(await sandbox.run(values["code"]), sandbox.config.wall_s)
 
     code = {"type": "string", "description": "The whole program; print what you want to see"}
-    return Tool(
-        "python",
-        "Runs a Python program and returns what it prints. Each call starts anew; there is no "
-        "network, and no package beyond the standard library.",
-        {"type": "object", "properties": {"code": code}, "required": ["code"]},
-        run,
-    )
+    form = {"type": "object", "properties": {"code": code}, "required": ["code"]}
+    about = "Runs a Python program and returns what it prints. Each call starts anew; there is no "
+    about += "network, and no package beyond the standard library."
+    return Tool("python", about, form, run)
 
 
 def shown(result: SandboxResult, wall_s: float) -> str:

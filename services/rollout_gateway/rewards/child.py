@@ -6,6 +6,7 @@ rule, settings or infrastructure.
 
 import asyncio
 import sys
+from dataclasses import dataclass
 
 from paceline.errors import ConfigError, DataLoss, DeadlineExceeded, Unavailable
 from paceline.local import patience, user_directory
@@ -136,14 +137,14 @@ class Children:
         await asyncio.gather(*(place.close() for place in self._places))
 
 
+@dataclass(frozen=True, slots=True)
 class ChildRule(RewardRule):
     """The rule at an import path, run in a child. Its methods raise the errors of
     Children.score.
     """
 
-    def __init__(self, path: str, children: Children) -> None:
-        self._path = path
-        self._children = children
+    _path: str
+    _children: Children
 
     async def prepare(self) -> None:
         """Load the rule."""

@@ -19,9 +19,8 @@ from paceline.tagged_json import TaggedJson
 
 MAX_TRACE = 4000
 """Maximum characters of an exception's text in a message; the end is kept."""
-ALLOWED = (
-    "package.module:Class or path/to/file.py:Class, a class with score(episode) -> float | None"
-)
+_PLACES = "package.module:Class or path/to/file.py:Class"
+ALLOWED = f"{_PLACES}, a class with score(episode) -> float | None"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +82,19 @@ def score(rule: Any, episode: Episode, runner: asyncio.Runner) -> float | None:
     A coroutine runs to its end, always on the same event loop. Raises the rule's errors, and
     TypeError for a value that is no number.
     """
+
+    async def awaited(value: Any) -> Any:
+        return await value
+
     value = rule.score(episode)
     if inspect.isawaitable(value):
-        value = runner.run(_await_result(value))
+        value = runner.run(awaited(value))
     if value is None:
         return None
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         kind = type(value).__name__
         raise TypeError(f"score has to return a float or None, not {kind}: {value!r:.200}")
     return float(value)
-
-
-async def _await_result(value: Any) -> Any:
-    return await value
 
 
 def build_rule(path: str) -> Any:

@@ -20,9 +20,8 @@ _BOXED = r"\boxed{"
 _NUMBER = r"[-+]?(?:\d[\d,]*+(?:\.\d*+)?|\.\d++)"
 _PLAIN = re.compile(rf"{_NUMBER}(?:/{_NUMBER})?(?:\\?%)?")
 _POWER = r"(?:\^\{?[-+]?\d+\}?|\*\*[-+]?\d+)"
-_WRITTEN = re.compile(
-    rf"{_NUMBER}(?:/{_NUMBER}|(?:\*|\\times|\\cdot)10{_POWER}|{_POWER})?(?:\\?%)?\.?"
-)
+_SCALED = rf"/{_NUMBER}|(?:\*|\\times|\\cdot)10{_POWER}|{_POWER}"
+_WRITTEN = re.compile(rf"{_NUMBER}(?:{_SCALED})?(?:\\?%)?\.?")
 _SIGNS_ONLY = re.compile(r"(?:[\d+\-*/=:^%!.,(){}]|\\%|\\times|\\cdot|\\div)+")
 
 

@@ -77,8 +77,7 @@ def memory_limit() -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    kind = resource.RLIMIT_AS
+    pages, kind = int(Path("/proc/self/statm").read_text().split()[0]), resource.RLIMIT_AS
     before, limit = resource.getrlimit(kind), pages * resource.getpagesize() + MORE_BYTES
     resource.setrlimit(kind, (limit if before[1] < 0 else min(limit, before[1]), before[1]))
     try:

@@ -57,11 +57,9 @@ class RemoteReward(RewardRule):
         self._parallel = asyncio.Semaphore(config.parallel)
         authorization = {"authorization": f"Bearer {config.token}"} if config.token else {}
         headers = {"content-type": "application/json", **authorization}
-        most, until_s = config.parallel, config.deadline_s
-        limits = httpx.Limits(max_connections=most, max_keepalive_connections=most)
-        self._client = httpx.AsyncClient(
-            timeout=until_s, limits=limits, headers=headers, **direct(config.url)
-        )
+        most, link = config.parallel, direct(config.url)
+        link |= {"limits": httpx.Limits(max_connections=most, max_keepalive_connections=most)}
+        self._client = httpx.AsyncClient(timeout=config.deadline_s, headers=headers, **link)
 
     async def score(self, episode: Episode) -> float | None:
         """The server's score. Raises Unavailable."""

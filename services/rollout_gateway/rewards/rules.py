@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from paceline.errors import ConfigError, InvalidInput, NotFound, PacelineError
@@ -16,6 +17,7 @@ from paceline.telemetry import get_logger
 from paceline.trajectory import REWARD_RANGE, is_reward
 
 
+@dataclass(frozen=True, slots=True)
 class FormatRule(rewards.RewardRule):
     """1.0 when the whole response matches the task's metadata["format"], else 0.0.
 
@@ -23,16 +25,12 @@ class FormatRule(rewards.RewardRule):
     response that ended by itself and contains the marker exactly once gets 1.0.
     """
 
-    def __init__(self, marker: str = "#") -> None:
-        self._marker = marker
+    _marker: str = "#"
 
     async def score(self, episode: environments.Episode) -> float:
-        pattern = episode.task.metadata.get("format")
-        if episode.finish != "stop":
-            return 0.0
-        if pattern is None:
-            return float(episode.text.count(self._marker) == 1)
-        return float(fnmatchcase(episode.text, pattern))
+        text, pattern = episode.text, episode.task.metadata.get("format")
+        right = text.count(self._marker) == 1 if pattern is None else fnmatchcase(text, pattern)
+        return float(right and episode.finish == "stop")
 
 
 SETTING = "gateway.rewards.mixtures"
@@ -59,8 +57,7 @@ class Mixture(rewards.RewardRule):
         """
         asked = (rule.score(episode) for rule, _ in self._parts.values())
         given = await asyncio.gather(*asked, return_exceptions=True)
-        scores: dict[str, float] = {}
-        total = 0.0
+        scores, total = dict[str, float](), 0.0
         for (name, (_, weight)), value in zip(self._parts.items(), given, strict=True):
             if isinstance(value, BaseException):
                 raise value
@@ -82,8 +79,7 @@ def check_mixtures(mixtures: Mapping[str, Mapping[str, float]], rules: Collectio
         place = f"{SETTING}.{name}"
         if name in rules:
             raise ConfigError(f"{SETTING}: a rule has that name", seen=name, allowed="another name")
-        unknown = [part for part in weights if part not in rules]
-        if unknown:
+        if unknown := [part for part in weights if part not in rules]:
             what = "is a mixture itself" if unknown[0] in mixtures else "is no reward rule"
             allowed = ", ".join(sorted(rules))
             raise ConfigError(f"a part of {place} {what}", seen=unknown[0], allowed=allowed)
@@ -195,11 +191,12 @@ class MeasuredRule:
             metrics.REWARD_FAILURES.record(rule=self._name, reason=error.reason.lower())
             raise
         except Exception as why:  # noqa: BLE001 - any error of a rule leaves the sample unscored
-            known = isinstance(why, rewards.Unscored)
-            reason = why.reason if isinstance(why, rewards.Unscored) else "exception"
-            about = {"rule": self._name, "task": episode.task.task_id, "reason": reason}
-            log.warning("unscored", **about, error=str(why) if known else repr(why)[:SHOWN])
-            metrics.REWARD_FAILURES.record(rule=self._name, reason=reason)
+            reason, told = "exception", repr(why)[:SHOWN]
+            if isinstance(why, rewards.Unscored):
+                reason, told = why.reason, str(why)
+            about = {"rule": self._name, "reason": reason}
+            log.warning("unscored", **about, task=episode.task.task_id, error=told)
+            metrics.REWARD_FAILURES.record(**about)
             value = None
         finally:
             metrics.REWARD_TIME.record(clock() - started, rule=self._name)
@@ -212,8 +209,10 @@ class MeasuredRule:
             return None
         score = given if isinstance(given, rewards.RuleScore) else rewards.RuleScore(given)
         if not is_reward(score.value):
-            message = f"the reward rule {self._name} returned no reward"
+            message, reason = (
+                f"the reward rule {self._name} returned no reward",
+                "REWARD_NOT_FINITE",
+            )
             allowed = f"{REWARD_RANGE} or None"
-            reason = "REWARD_NOT_FINITE"
             raise InvalidInput(message, reason=reason, seen=score.value, allowed=allowed)
         return score

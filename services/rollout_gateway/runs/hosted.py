@@ -48,8 +48,8 @@ class HostedEnvironment:
                 return
             config, gateway = self._gateway.config, self._gateway
             scheme = "https" if config.security.tls_cert else "http"
-            url, model = f"{scheme}://{gateway.http_address}", gateway.model
-            order = {"base_url": url, "model": model, "authority": config.security.tls_ca}
+            order = {"base_url": f"{scheme}://{gateway.http_address}", "model": gateway.model}
+            order["authority"] = config.security.tls_ca
             command = verifiers.command(self._name, config.run.verifiers_python, **order)
             try:
                 child = await Child.piped(*command)

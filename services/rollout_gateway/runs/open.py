@@ -109,13 +109,13 @@ class Totals:
         yield rpb.RunTasksResponse(closed=self._closed(group_id))
 
     def _add(self, sample: rpb.SampleFinished, worker: int) -> None:
-        share, finished = self.share(worker), self.finished
+        share, finished, scored = self.share(worker), self.finished, sample.HasField("reward")
         share.samples += 1
         share.response_tokens += sample.response_tokens
         finished.response_tokens += sample.response_tokens
-        finished.scored += sample.HasField("reward")
-        finished.unscored += not sample.HasField("reward")
-        if sample.group_id in self._rewards and sample.HasField("reward"):
+        finished.scored += scored
+        finished.unscored += not scored
+        if sample.group_id in self._rewards and scored:
             self._rewards[sample.group_id].append(sample.reward.value)
         self._stats += stats_from_proto(sample.speculation)
         finished.rollout_s = share.elapsed_s
@@ -253,23 +253,21 @@ class OpenRuns:
             samples = [replace(one, step=step) for one in session.trajectories()]
             self._gateway.agents.put(session, samples)
         if group.scored:
-            taken.groups[group.group_id] = [
-                sample_finished(one, one.worker_index or 0, AGENT, "stop") for one in group.members
-            ]
+            about = [(one, one.worker_index or 0, AGENT, "stop") for one in group.members]
+            taken.groups[group.group_id] = [sample_finished(*one) for one in about]
         else:
-            message = "a group closed without a reward"
-            log.info(message, group=group.group_id, sessions=len(group.members))
+            count = len(group.members)
+            log.info("a group closed without a reward", group=group.group_id, sessions=count)
 
     async def _taken(self, context: CommandContext) -> _Taken:
         key = (context.run_id, context.step)
-        taken = self._steps.get(key)
-        if taken is None:
+        if key not in self._steps:
             before: dict[str, list[rpb.SampleFinished]] = defaultdict(list)
             for _, branches in sorted((await self._gateway.outbox.finals(*key)).items()):
                 sample = recorded_sample(branches, AGENT, finish="stop")
                 if self._gateway.names.owns(sample.session_id):
                     before[sample.group_id].append(sample)
-            taken = self._steps.setdefault(key, _Taken(before))
+            self._steps.setdefault(key, _Taken(before))
             if len(self._steps) > STEPS_REMEMBERED:
                 self._steps.popitem(last=False)
-        return taken
+        return self._steps[key]

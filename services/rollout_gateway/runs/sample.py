@@ -18,7 +18,7 @@ from paceline.services.rollout_gateway.environments import Episode, EpisodeTask
 from paceline.services.rollout_gateway.environments.table import environment
 from paceline.services.rollout_gateway.gateway import Gateway
 from paceline.services.rollout_gateway.sessions import Assignment, FailReason, SessionState
-from paceline.services.rollout_gateway.sessions.groups import ATTEMPTS
+from paceline.services.rollout_gateway.sessions.groups import ATTEMPTS, Offer
 from paceline.services.rollout_gateway.sessions.session import OWN_LIMITS, Caller, Grant, Session
 from paceline.tasks import verifiers
 from paceline.telemetry import Attributes, get_logger, link_current, names, span
@@ -80,20 +80,20 @@ def settings_digest(request: rpb.RunTasksRequest) -> str:
     return hashlib.sha256(rest.SerializeToString(deterministic=True)).hexdigest()
 
 
+@dataclass(eq=False)
 class _SessionModel:
     """The model as one sample's environment sees it."""
 
-    def __init__(
-        self, gateway: Gateway, job: Job, session: Session, silence: asyncio.Timeout
-    ) -> None:
-        """silence: timeout that runs while no model call is in progress."""
-        self._gateway = gateway
-        self._job = job
-        self._session = session
-        self.silence: asyncio.Timeout | None = silence  # None: the environment has ended
+    _gateway: Gateway
+    _job: Job
+    _session: Session
+    silence: asyncio.Timeout | None
+    """Timeout that runs while no model call is in progress; None: the environment has ended."""
+    _under_way = 0
+
+    def __post_init__(self) -> None:
         # a distinct completion id for each call, also for parallel calls
         self._calls = itertools.count()
-        self._under_way = 0
 
     def encode(self, text: str) -> tuple[int, ...]:
         return self._gateway.codec.encode(text, self._gateway.router.ready.max_sequence_tokens)
@@ -112,8 +112,7 @@ class _SessionModel:
 
     def score(self, reward: float) -> None:
         """See Model."""
-        last = self._session.tree.turns[-1]
-        self._session.score(Grant(reward, last.completion_id))
+        self._session.score(Grant(reward, self._session.tree.turns[-1].completion_id))
 
     def _asked(self, size: int = 0) -> Asked:
         name = f"{self._session.session_id}.{next(self._calls)}"
@@ -132,7 +131,7 @@ class _SessionModel:
         self._count_silence(None)
         self._under_way += 1
         try:
-            return await self._gateway.call(plan).run()
+            return await Call(self._gateway, plan).run()
         finally:
             self._under_way -= 1
             if not self._under_way:
@@ -221,7 +220,8 @@ class SampleRuns:
         """Offer the task until an external agent claims it and leads its session to an end."""
         offers, name = self._gateway.agents.offers, job.request.environment
         whose = "" if name == EXTERNAL else name
-        session = await offers.offer_task(asked, about, job.session_id, job.worker_index, whose)
+        offer = Offer(asked, about, job.session_id, job.worker_index, whose)
+        session = await offers.offer_task(offer)
         turns = session.tree.turns
         text = self._gateway.codec.decode(turns[-1].response_ids) if turns else ""
         messages = tuple(turn.message for turn in turns if turn.message is not None)
@@ -306,12 +306,9 @@ def recorded_sample(
 
     `finish`: replaces the ledger's finish reason.
     """
-    first = branches[0]
-    rewards = [branch["reward"] for branch in branches]
+    first, rewards = branches[0], [branch["reward"] for branch in branches]
     return rpb.SampleFinished(
-        task_id=first["task_id"],
-        group_id=first["group_id"],
-        sample_index=first["sample_index"],
+        **{name: first[name] for name in ("task_id", "group_id", "sample_index")},
         worker_index=worker_index,
         reward=_mean_reward(rewards, source, first["reward_parts"]),
         prompt_tokens=first["tokens"] - first["trained_tokens"],

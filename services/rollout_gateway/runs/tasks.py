@@ -86,8 +86,7 @@ class TaskRuns:
         await self._check(request)
         self._gateway.admit()
         started = asyncio.get_running_loop().time()
-        metrics = self._gateway.router.metrics
-        split = metrics.split
+        metrics, split = self._gateway.router.metrics, self._gateway.router.metrics.split
         tasks, each = len(request.tasks), request.samples_per_task
         about = {names.TASKS: tasks, names.SAMPLES_PER_TASK: each}
         with span(names.RUN_TASKS, about) as current:
@@ -155,17 +154,13 @@ class TaskRuns:
         """Every sample with its worker. Repeats with the same workers give the same assignment, and
         a sample that already runs keeps its worker.
         """
-        size = request.samples_per_task
-        settings = sampled.settings_digest(request)
+        size, settings = request.samples_per_task, sampled.settings_digest(request)
         places = shares(len(request.tasks) * size, workers)
-        samples = itertools.product(request.tasks, range(size))
-        jobs = [
-            sampled.Job(request, task, sample, place, settings, silence_s)
-            for (task, sample), place in zip(samples, places, strict=True)
-        ]
-        for index, job in enumerate(jobs):
-            if job.key in self._running:
-                jobs[index] = replace(job, worker_index=self._running[job.key][1])
+        samples, jobs = itertools.product(request.tasks, range(size)), []
+        for (task, sample), place in zip(samples, places, strict=True):
+            job = sampled.Job(request, task, sample, place, settings, silence_s)
+            _, worker = self._running.get(job.key, (None, place))
+            jobs.append(replace(job, worker_index=worker))
         return jobs
 
     async def _records(self, jobs: list[sampled.Job]) -> Mapping[str, list[dict[str, Any]]]:

@@ -30,6 +30,7 @@ from paceline.streams import NOTED, OpenSessions, api_key_hash
 from paceline.telemetry import get_logger
 from paceline.trajectory import Trajectory
 
+Fault = FailReason | None
 SCORE_GRACE_S = 10.0
 RECORD_WAIT_S = 0.25
 """Seconds that the opening of a session waits for its record in Redis. A longer wait would stop
@@ -100,11 +101,8 @@ class Agents:
         """A session for one generation, which is not trained and has its hidden rows captured.
         Raises ResourceExhausted when too much is open.
         """
-        run_id = self._config.run.id
-        about = Assignment(
-            run_id, step, group_id=group_id, trainable=False, implicit=True, capture=True
-        )
-        session = self.sessions.open(about)
+        about = Assignment(self._config.run.id, step, group_id=group_id, trainable=False)
+        session = self.sessions.open(replace(about, implicit=True, capture=True))
         try:
             yield session
         finally:
@@ -170,12 +168,7 @@ class Agents:
             self.finish(session)
 
     def finish(
-        self,
-        session: Session,
-        *,
-        abort: bool = False,
-        fail: FailReason | None = None,
-        message: str = "",
+        self, session: Session, *, abort: bool = False, fail: Fault = None, message: str = ""
     ) -> None:
         """Ends a session. Trainable, scored samples enter the ledger and the stream; all others
         leave a note.
@@ -227,11 +220,9 @@ class Agents:
 
     async def _recorded(self, session: Session) -> None:
         about = session.assignment
-        record = {name: getattr(about, name) for name in (*NOTED, "trainable")} | {
-            "session_id": session.session_id,
-            "api_key_hash": api_key_hash(session.api_key),
-            "group_id": session.group_id,
-        }
+        record = {name: getattr(about, name) for name in (*NOTED, "trainable")}
+        record |= {"session_id": session.session_id, "group_id": session.group_id}
+        record["api_key_hash"] = api_key_hash(session.api_key)
         self._records.opened(session.session_id, record)
         await self._records.wait_written(RECORD_WAIT_S, session.session_id)
 

@@ -35,9 +35,11 @@ class Offer:
     assignment: Assignment
     session_id: str
     worker_index: int
-    environment: str  # that leads the session; empty: an agent
-    outcome: asyncio.Future[Session] = field(repr=False)
+    environment: str = ""  # that leads the session; empty: an agent
     failures: Counter[FailReason] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.outcome: asyncio.Future[Session] = asyncio.get_running_loop().create_future()
 
 
 class TaskOffers:
@@ -67,26 +69,17 @@ class TaskOffers:
             self._refusal = refusal
             self._news.set()
 
-    async def offer_task(
-        self,
-        task: EpisodeTask,
-        assignment: Assignment,
-        session_id: str,
-        worker_index: int,
-        environment: str = "",
-    ) -> Session:
+    async def offer_task(self, offer: Offer) -> Session:
         """Offers the task until an agent has brought it to an end. The session is open if the agent
-        completed it. `environment`: the one whose host claims it; empty: agents do.
+        completed it.
         """
-        outcome: asyncio.Future[Session] = asyncio.get_running_loop().create_future()
-        offer = Offer(task, assignment, session_id, worker_index, environment, outcome)
         self._put(offer)
         try:
             return await offer.outcome
         except asyncio.CancelledError:
             if offer in self.waiting:
                 self.waiting.remove(offer)
-            self._claimed.pop(session_id, None)
+            self._claimed.pop(offer.session_id, None)
             raise
 
     async def claim(

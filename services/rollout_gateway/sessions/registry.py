@@ -19,7 +19,7 @@ from paceline.services.rollout_gateway.sessions.session import Session, ended_er
 from paceline.services.rollout_gateway.sessions.tree import Turn
 from paceline.streams import api_key_hash
 from paceline.tagged_json import to_object
-from paceline.trajectory import DrawSpan, VersionSpan
+from paceline.trajectory import Trajectory
 
 _SHOWN_OF_ASSIGNMENT = ("task_id", "group_size", "sample_index", "trainable", "turn_discount")
 
@@ -30,12 +30,12 @@ def session_json(session: Session) -> dict[str, Any]:
     return {
         "id": session.session_id,
         "object": "session",
-        "state": str(session.state),
+        "state": session.state,
         "group_id": session.group_id,
         **{name: getattr(about, name) for name in _SHOWN_OF_ASSIGNMENT},
         "override_sampling": about.trainable and about.override,
         "reward": session.reward,
-        "fail_reason": None if session.fail_reason is None else str(session.fail_reason),
+        "fail_reason": session.fail_reason,
         "turns": len(turns),
         "prompt_tokens": sum(len(turn.prompt_ids) for turn in turns),
         "completion_tokens": sum(len(turn.response_ids) for turn in turns),
@@ -52,11 +52,8 @@ def tree_json(session: Session) -> dict[str, Any]:
 
 def samples_json(session: Session) -> dict[str, Any]:
     """The samples for training."""
-    samples = [
-        to_object(one)
-        | {"version_spans": _listed(one.version_spans), "draw_spans": _listed(one.draw_spans)}
-        for one in session.trajectories()
-    ]
+    found = session.trajectories()
+    samples = [to_object(one) | _spans_json(one) for one in found]
     return {**session_json(session), "samples": samples}
 
 
@@ -66,8 +63,7 @@ def _turn_json(turn: Turn) -> dict[str, Any]:
         "completion_id": turn.completion_id,
         "parent": None if turn.parent is None else turn.parent.completion_id,
         **{name: list(getattr(turn, name)) for name in lists},
-        "version_spans": _listed(turn.version_spans),
-        "draw_spans": _listed(turn.draw_spans),
+        **_spans_json(turn),
         "finish_reason": turn.finish,
         "seed": turn.seed,
         "temperature": turn.temperature,
@@ -77,8 +73,9 @@ def _turn_json(turn: Turn) -> dict[str, Any]:
     }
 
 
-def _listed(spans: Sequence[VersionSpan | DrawSpan]) -> list[list[Any]]:
-    return [list(astuple(span)) for span in spans]
+def _spans_json(of: Turn | Trajectory) -> dict[str, list[list[Any]]]:
+    own: dict[str, Sequence[Any]] = {"version_spans": of.version_spans, "draw_spans": of.draw_spans}
+    return {name: [list(astuple(one)) for one in spans] for name, spans in own.items()}
 
 
 KEY_PREFIX = "sk-pl-"
@@ -105,8 +102,8 @@ class Ended:
         return {
             "id": self.session_id,
             "object": "session",
-            "state": str(self.state),
-            "fail_reason": None if self.reason is None else str(self.reason),
+            "state": self.state,
+            "fail_reason": self.reason,
             **self.shown,
         }
 
@@ -158,8 +155,7 @@ class Sessions:
 
         key = "" if assignment.implicit else self._names.draw(KEY_PREFIX, 24)
         session_id = session_id or self._names.draw()
-        now_s = self._clock()
-        session = Session(session_id, assignment, self._config, api_key=key, now_s=now_s)
+        session = Session(session_id, assignment, self._config, key, touched_s=self._clock())
         self._ended.pop(session_id, None)  # another attempt under its id
         self._open[session_id] = session
         if key:

@@ -14,7 +14,7 @@ from opentelemetry.trace import Span, set_span_in_context
 from paceline import errors
 from paceline.services.rollout_gateway import config, sessions
 from paceline.services.rollout_gateway.engines.sampling import Sampling
-from paceline.services.rollout_gateway.sessions import tree
+from paceline.services.rollout_gateway.sessions import tree as trees
 from paceline.telemetry import inject, names, open_span
 from paceline.trajectory import REWARD_RANGE, Trajectory, is_reward
 
@@ -35,49 +35,42 @@ class Grant:
     """Reward by each rule of a mixture, for a session's reward."""
 
 
+@dataclass(eq=False, repr=False)
 class Session:
     """Generations of one attempt at one task."""
 
-    def __init__(
-        self,
-        session_id: str,
-        assignment: sessions.Assignment,
-        limits: config.SessionsConfig,
-        *,
-        api_key: str = "",
-        now_s: float = 0.0,
-    ) -> None:
-        """`api_key`: of a session that an agent opens in the current request; empty for another
-        session, which has no span.
-        """
-        self.session_id = session_id
-        self.assignment = assignment
-        self.api_key = api_key
-        self._span: Span | None = None
-        self.traceparent = ""
-        """Of the session's span; empty without one."""
-        if api_key:
-            labels = {names.SESSION_ID: session_id, names.GEN_AI_CONVERSATION: session_id}
-            if assignment.task_id:
-                labels[names.TASK] = assignment.task_id
+    session_id: str
+    assignment: sessions.Assignment
+    _limits: config.SessionsConfig
+    api_key: str = ""
+    """Of a session that an agent opens in the current request; empty for another session, which has
+    no span.
+    """
+    touched_s: float = 0.0
+    traceparent: str = ""
+    """Of the session's span; empty without one."""
+    state: sessions.SessionState = sessions.SessionState.OPEN
+    fail_reason: sessions.FailReason | None = None
+    tree: trees.MessageTree = field(default_factory=trees.MessageTree)
+    reward: float | None = None
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    worker_index: int | None = None  # has the prefix in its cache
+    generations: int = 0  # planned generations, including ones that never began
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    active: int = 0  # running generations
+    _span: Span | None = None
+    _active_tokens: int = 0
+    _temperature: float | None = None  # of everything generated, in a trained session
+    _added: dict[str, Grant] = field(default_factory=dict)  # by idempotency key
+    _ended_with: list[Trajectory] | None = None
+
+    def __post_init__(self) -> None:
+        if self.api_key:
+            labels = dict.fromkeys((names.SESSION_ID, names.GEN_AI_CONVERSATION), self.session_id)
+            if self.assignment.task_id:
+                labels[names.TASK] = self.assignment.task_id
             self._span = open_span(names.AGENT_SESSION, labels)
             self.traceparent = inject(set_span_in_context(self._span)).get("traceparent", "")
-        self.state = sessions.SessionState.OPEN
-        self.fail_reason: sessions.FailReason | None = None
-        self.tree = tree.MessageTree()
-        self.reward: float | None = None
-        self.reward_parts: Mapping[str, float] = {}
-        self.worker_index: int | None = None  # has the prefix in its cache
-        self.touched_s = now_s
-        self.generations = 0  # planned generations, including ones that never began
-        self.ended = asyncio.Event()
-        self._limits = limits
-        self.active = 0  # running generations
-        self._active_tokens = 0
-        # of everything generated, in a trained session
-        self._temperature: float | None = None
-        self._added: dict[str, Grant] = {}  # by idempotency key
-        self._ended_with: list[Trajectory] | None = None
 
     @property
     def group_id(self) -> str:
@@ -100,7 +93,7 @@ class Session:
         """
         self.require_open()
         if self.assignment.trainable:
-            tree.check_trainable(sampling)
+            trees.check_trainable(sampling)
             used = self._temperature
             if used is not None and sampling.temperature != used:
                 message = "a session to be trained keeps one temperature"
@@ -128,7 +121,7 @@ class Session:
         self._active_tokens += new_tokens
         self._temperature = sampling.temperature
 
-    def end(self, new_tokens: int, turn: tree.Turn | None, text: str = "") -> None:
+    def end(self, new_tokens: int, turn: trees.Turn | None, text: str = "") -> None:
         """Ends a generation; a failed or cancelled one (None) leaves no trace."""
         self.active -= 1
         self._active_tokens -= new_tokens
@@ -201,14 +194,14 @@ class Session:
         """Training samples of all generations; samples without a reward are never trained."""
         if self._ended_with is not None:
             return self._ended_with
-        found = tree.samples(self.session_id, self.assignment, self.tree, self.reward)
+        found = trees.samples(self.session_id, self.assignment, self.tree, self.reward)
         if parts := self.reward_parts:
             found = [replace(one, reward_parts=parts) for one in found]
         if self.state is not sessions.SessionState.OPEN:
             self._ended_with = found
         return found
 
-    def _turn(self, completion_id: str) -> tree.Turn | None:
+    def _turn(self, completion_id: str) -> trees.Turn | None:
         if not completion_id:
             return None
         turn = self.tree.by_id(completion_id)

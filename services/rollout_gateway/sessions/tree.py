@@ -15,12 +15,7 @@ from typing import NamedTuple
 
 from paceline.errors import TrainabilityError
 from paceline.services.rollout_gateway.chat.messages import Message
-from paceline.services.rollout_gateway.engines.sampling import (
-    OVERRIDABLE,
-    UNSEEDED,
-    Sampling,
-    untrainable,
-)
+from paceline.services.rollout_gateway.engines.sampling import OVERRIDABLE, Sampling, untrainable
 from paceline.services.rollout_gateway.sessions import Assignment
 from paceline.trajectory import BranchKey, DrawSpan, SpeculationStats, Trajectory, VersionSpan
 
@@ -50,11 +45,9 @@ class Turn:
     @property
     def path(self) -> list[Turn]:
         """Turns from the root to this one."""
-        found: list[Turn] = []
-        turn: Turn | None = self
-        while turn is not None:
+        found = [self]
+        while (turn := found[-1].parent) is not None:
             found.append(turn)
-            turn = turn.parent
         return found[::-1]
 
     @property
@@ -98,8 +91,7 @@ class MessageTree:
         covers.
         """
         for count in range(len(digests) - 1, 0, -1):
-            turn = self._by_digest.get(digests[count])
-            if turn is not None:
+            if (turn := self._by_digest.get(digests[count])) is not None:
                 return turn, count
         return None
 
@@ -107,11 +99,9 @@ class MessageTree:
         """The turn with the longest known text at the beginning of a prompt, and the rest of the
         prompt.
         """
-        for length in sorted(self._by_text, reverse=True):
-            if length <= len(prompt):
-                turn = self._by_text[length].get(_hash(prompt[:length]))
-                if turn is not None:
-                    return turn, prompt[length:]
+        for length in sorted((one for one in self._by_text if one <= len(prompt)), reverse=True):
+            if (turn := self._by_text[length].get(_hash(prompt[:length]))) is not None:
+                return turn, prompt[length:]
         return None
 
     def extended_by_tokens(self, prompt: tuple[int, ...]) -> Turn | None:
@@ -152,7 +142,7 @@ def _hash(text: str) -> bytes:
 
 
 SHOWN_CHARACTERS = 40
-_OFF = Sampling(UNSEEDED, 1)
+_OFF = Sampling(seed=0, max_tokens=1)
 
 
 def samples(
@@ -237,18 +227,14 @@ def _turns(
 def _trajectory(
     key: BranchKey, about: Assignment, line: Branch, reward: float | None, scored: int
 ) -> Trajectory:
-    ids: list[int] = []
-    mask: list[int] = []
-    logprobs: list[float] = []
-    accepted: list[int] = []
+    mask, logprobs, accepted = list[int](), list[float](), list[int]()
     for turn in line.path:
-        bit = int(turn in line.trained)
-        ids += [*turn.prompt_ids, *turn.response_ids]
-        mask += [0] * len(turn.prompt_ids) + [bit] * len(turn.response_ids)
-        logprobs += [0.0] * len(turn.prompt_ids)
-        logprobs += turn.behavior_logprobs if bit else [0.0] * len(turn.response_ids)
+        bit, asked, said = turn in line.trained, len(turn.prompt_ids), len(turn.response_ids)
+        mask += [0] * asked + [int(bit)] * said
+        logprobs += [0.0] * asked
+        logprobs += turn.behavior_logprobs if bit else [0.0] * said
         told = turn.accepted_drafts if bit else ()
-        accepted += [0] * len(turn.prompt_ids) + [*map(int, told or [0] * len(turn.response_ids))]
+        accepted += [0] * asked + [*map(int, told or [0] * said)]
 
     last = line.path[-1]
     return Trajectory(
@@ -259,7 +245,7 @@ def _trajectory(
         group_size=about.group_size,
         task_index=about.task_index,
         sample_index=about.sample_index,
-        token_ids=tuple(ids),
+        token_ids=tuple(last.token_ids),
         loss_mask=tuple(mask),
         behavior_logprobs=tuple(logprobs),
         version_spans=tuple(span for turn in line.trained for span in turn.version_spans),

@@ -165,16 +165,12 @@ class Canary:
         room = max(1, min(256, ready.max_sequence_tokens - tokens))
         prompts = [*self._router.prompts][-count:] or [_MADE_UP]
         sampling = tpb.SamplingParams(temperature=1, max_tokens=tokens, seed=1, ignore_eos=True)
-        requests = [
-            pb.EngineRequest(
-                request_id=next(self._numbers),
-                prompt_token_ids=[token % ready.vocab_size for token in prompt[-room:]],
-                sampling=sampling,
-                forced_arm=arm if arm in ready.arms else "",
-                probe=True,
-            )
-            for prompt in prompts
-        ]
+        forced, requests = arm if arm in ready.arms else "", []
+        for prompt in prompts:
+            request = pb.EngineRequest(request_id=next(self._numbers), sampling=sampling)
+            request.prompt_token_ids.extend(token % ready.vocab_size for token in prompt[-room:])
+            request.forced_arm, request.probe = forced, True
+            requests.append(request)
         process, seconds = seat.process, self._config.deadline_s
         clock = WorkClock(lambda: [process.pid] if process and process.pid else [])
         answers = asyncio.ensure_future(self._router.probe(seat, requests))
@@ -188,15 +184,13 @@ class Canary:
 
     def _arm(self, process: WorkerProcess, drafter: int) -> str:
         """An arm that drafts with this drafter version; empty without any."""
-        kind = ""
-        if self._spool.has(pb.WEIGHT_TARGET_DRAFTER, drafter):
-            manifest = self._spool.manifest(pb.WEIGHT_TARGET_DRAFTER, drafter)
-            kind = manifest.metadata["speculator"] if manifest is not None else ""
-        for arm in process.ready.arms:
-            speculator = speculator_of(arm)
-            if speculator == kind if kind else speculator not in _UNTRAINED:
-                return arm
-        return ""
+        kind, target = "", pb.WEIGHT_TARGET_DRAFTER
+        if self._spool.has(target, drafter) and (found := self._spool.manifest(target, drafter)):
+            kind = found.metadata["speculator"]
+        speculators = {arm: speculator_of(arm) for arm in process.ready.arms}
+        trained = (arm for arm, one in speculators.items() if one not in _UNTRAINED)
+        own = (arm for arm, one in speculators.items() if one == kind)
+        return next(own if kind else trained, "")
 
     @asynccontextmanager
     async def _awake(self, seat: Seat, process: WorkerProcess) -> AsyncIterator[None]:

@@ -108,9 +108,9 @@ class Generation:
     def fail(self, message: str, kind: type[PacelineError] = InternalError) -> None:
         """End with FINISH_REASON_ERROR, unless the request has ended."""
         if not self.finished:
-            request_id, error = self.request.request_id, f"{kind.reason}: {message}"
-            finish = tpb.FINISH_REASON_ERROR
-            self._push(pb.TokenChunk(request_id=request_id, finish_reason=finish, error=error))
+            ended = pb.TokenChunk(request_id=self.request.request_id)
+            ended.finish_reason, ended.error = tpb.FINISH_REASON_ERROR, f"{kind.reason}: {message}"
+            self._push(ended)
 
     def set_direct_reader(self, take: Callable[[pb.TokenChunk], bool] | None) -> None:
         """While the reader of `chunks` waits, pass chunks to `take` first, except the last chunk.

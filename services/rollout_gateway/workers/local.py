@@ -193,21 +193,16 @@ class LocalWorkers:
         if self._directory is None:
             parent = user_directory.socket_directory()
             self._directory = Path(tempfile.mkdtemp(prefix="w-", dir=parent))
-        ring: RowRing | None = None
-        config = self._config
+        ring, config = None, self._config
+        spec = worker.WorkerSpec(
+            worker_index=seat.index, kind=config.kind, threads=config.threads, engine=self._settings
+        )
         if self._layout is not None:
             ring = RowRing.create(RING_ROWS, self._layout.width * self._value_bytes)
-        cores: tuple[int, ...] = ()
+            spec = spec.model_copy(update={"ring_path": str(ring.path)})
         if config.threads == 0:
             cores = own_cores(seat.index, len(self._seats), processes.core_numbers())
-        spec = worker.WorkerSpec(
-            worker_index=seat.index,
-            kind=config.kind,
-            threads=config.threads,
-            cores=cores,
-            ring_path=str(ring.path) if ring is not None else "",
-            engine=self._settings,
-        )
+            spec = spec.model_copy(update={"cores": cores})
         forker, directory, context = self._forker, self._directory, self._context
         on_tokens = partial(self._routing.deliver_tokens, seat)
         return WorkerProcess(spec, forker, ring, directory, context, on_tokens, self._heartbeat_s)

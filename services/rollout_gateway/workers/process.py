@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -34,38 +35,33 @@ _numbers = itertools.count(1)
 log = get_logger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class WorkerProcess:
     """One process of one worker, with its socket and ring. A restart makes a new object."""
 
-    def __init__(
-        self,
-        spec: worker.WorkerSpec,
-        forker: forking.Forker,
-        ring: RowRing | None,
-        directory: Path,
-        context: zmq.Context[Any],
-        on_tokens: OnTokens,
-        heartbeat_s: float = LIMIT_S,
-    ) -> None:
-        """`directory`: for the spec's file and the socket. `heartbeat_s`: maximum stop."""
+    _spec: worker.WorkerSpec
+    _forker: forking.Forker
+    _ring: RowRing | None
+    _directory: Path  # for the spec's file and the socket
+    _context: zmq.Context[Any]
+    _on_tokens: OnTokens
+    _heartbeat_s: float = LIMIT_S  # maximum stop
+    ready: pb.WorkerReady = field(default_factory=pb.WorkerReady)
+    versions: VersionSet = field(default_factory=VersionSet)  # served by the worker
+    prepared: set[tuple[int, int, str]] = field(default_factory=set)
+    """(target, version, profile) loaded beside the serving set."""
+    _child: Child | None = None
+    _socket: ChildSocket | None = None
+    _watching: asyncio.Task[None] | None = None
+    _answers: dict[int, asyncio.Future[pb.WorkerEvent]] = field(default_factory=dict)
+    _clocks: list[patience.WorkClock] = field(default_factory=list)  # of the unanswered commands
+
+    def __post_init__(self) -> None:
         loop = asyncio.get_running_loop()
-        self.index, self.name = spec.worker_index, f"engine worker {spec.worker_index}"
-        self.ready = pb.WorkerReady()
-        self.versions = VersionSet()  # served by the worker
-        # (target, version, profile) loaded beside the serving set
-        self.prepared: set[tuple[int, int, str]] = set()
+        self.index, self.name = self._spec.worker_index, f"engine worker {self._spec.worker_index}"
         self.lost: asyncio.Future[str] = loop.create_future()
         """Description of the process's end, set once it has ended."""
-        self._spec, self._forker, self._ring = spec, forker, ring
-        self._directory, self._context = directory, context
-        self._heartbeat_s = heartbeat_s
-        self._on_tokens = on_tokens
-        self._child: Child | None = None
-        self._socket: ChildSocket | None = None
-        self._watching: asyncio.Task[None] | None = None
-        self._answers: dict[int, asyncio.Future[pb.WorkerEvent]] = {}
         self._ready: asyncio.Future[pb.WorkerReady] = loop.create_future()
-        self._clocks: list[patience.WorkClock] = []  # of the unanswered commands
 
     def forget(self, target: int, version: int) -> None:
         """The worker no longer holds a version beside the serving set."""
@@ -104,10 +100,9 @@ class WorkerProcess:
             worker.SPEC_VARIABLE: str(spec_path),
             worker.SOCKET_VARIABLE: address,
         }
-        module = find_engine(self._spec.kind).process
-        self._child = child = await self._forker.fork(
-            module, environment, None, deadline_s, stop_s=self._heartbeat_s, tree=True
-        )
+        module, about = find_engine(self._spec.kind).process, (environment, None, deadline_s)
+        fork = self._forker.fork(module, *about, stop_s=self._heartbeat_s, tree=True)
+        self._child = child = await fork
         self._watching = background(self._watch(child, socket), f"watch of worker {self.index}")
         await self._clock().wait((self._ready, self.lost), deadline_s)
         if self._ready.done():

@@ -15,7 +15,7 @@ from paceline.config import SecurityConfig
 from paceline.errors import FailedPrecondition, InvalidInput
 from paceline.local.patience import patient
 from paceline.rpc import leased, rpc_errors
-from paceline.services.rollout_gateway.calls.call import Plan
+from paceline.services.rollout_gateway.calls.call import Call, Plan
 from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.services.rollout_gateway.gateway import Gateway
@@ -86,7 +86,7 @@ async def test_a_worker_obeys_a_quarantine_that_comes_while_the_worker_is_equipp
     gateway.router.on_ready = equip_slowly
     try:
         await gateway.start()
-        call = gateway.call(Plan((5, 6), sampling=Sampling(seed=1, max_tokens=8)))
+        call = Call(gateway, Plan((5, 6), sampling=Sampling(seed=1, max_tokens=8)))
         await call.run()
         assert {span.arm for span in call.whole.draw_spans} == {"off"}
     finally:

@@ -24,6 +24,7 @@ from paceline.services.rollout_gateway.chat.messages import ChatRequest, Delta, 
 from paceline.services.rollout_gateway.sessions import names, session
 
 ANTHROPIC_TYPES = {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
+ANTHROPIC_TYPES |= {500: "api_error", 504: "api_error"}
 PROMPTS = {"/v1/chat/completions": "messages", "/v1/responses": "input"}
 """Each path's name of the prompt field."""
 RETRY_STATUSES = (429, 503)
@@ -38,25 +39,15 @@ def openai_error(error: errors.PacelineError, path: str = "") -> dict[str, Any]:
     field = getattr(error, "field", None)
     if field is None and (first := error.message.partition(" ")[0].rstrip(":")) in CHECKED_FIELDS:
         field = PROMPTS.get(path, first) if first == "prompt" else first
-    return {
-        "error": {
-            "message": str(error),
-            "type": status_of(error)[1],
-            "param": field,
-            "code": error.reason.lower(),
-        }
-    }
+    about = {"type": status_of(error)[1], "param": field, "code": error.reason.lower()}
+    return {"error": {"message": str(error), **about}}
 
 
 def anthropic_error(error: errors.PacelineError) -> dict[str, Any]:
     """{"type": "error", "error": {"type", "message"}}"""
     status, kind = status_of(error)
-    if kind == "server_error":
-        kind = "api_error"
-    return {
-        "type": "error",
-        "error": {"type": ANTHROPIC_TYPES.get(status, kind), "message": str(error)},
-    }
+    about = {"type": ANTHROPIC_TYPES.get(status, kind), "message": str(error)}
+    return {"type": "error", "error": about}
 
 
 def answer(error: errors.PacelineError, request: Request) -> JSONResponse:
@@ -157,12 +148,9 @@ def usage(calls: Sequence[Call], siblings: int = 1) -> tuple[int, int, int, int]
     reasoning. Sums over all calls; a prompt shared by `siblings` choices counts once.
     """
     prompt = sum(len(call.plan.prompt) for call in calls) // siblings
-    return (
-        prompt,
-        min(sum(call.whole.cached_prompt_tokens for call in calls), prompt),
-        sum(len(call.whole.token_ids) for call in calls),
-        sum(call.reasoning_tokens for call in calls),
-    )
+    cached = min(sum(call.whole.cached_prompt_tokens for call in calls), prompt)
+    output = sum(len(call.whole.token_ids) for call in calls)
+    return prompt, cached, output, sum(call.reasoning_tokens for call in calls)
 
 
 Kind = Literal["reasoning", "content", "call"]

@@ -65,10 +65,8 @@ class ToolResultBlock(shapes.Shape):
 
     def message(self) -> chat.Message:
         """The gateway's Message."""
-        text = shapes.joined_text(self.content)
-        return chat.Message(
-            "tool", FAILED + text if self.is_error else text, tool_call_id=self.tool_use_id
-        )
+        text = (FAILED if self.is_error else "") + shapes.joined_text(self.content)
+        return chat.Message("tool", text, tool_call_id=self.tool_use_id)
 
 
 Block = Annotated[
@@ -104,10 +102,8 @@ class MessageBody(shapes.Shape):
         allowed = BLOCKS[self.role]
         for number, block in enumerate(blocks):
             if block.type not in allowed:
-                field = f"messages[{index}].content[{number}].type"
-                raise beyond.FieldError(
-                    field, f"is not {self.role}'s", seen=block.type, allowed=", ".join(allowed)
-                )
+                field, wrong = f"messages[{index}].content[{number}].type", f"is not {self.role}'s"
+                raise beyond.FieldError(field, wrong, seen=block.type, allowed=", ".join(allowed))
 
         if self.role == "system":
             return [chat.Message("system", shapes.joined_text(blocks))]
@@ -141,9 +137,8 @@ class AnthropicToolChoice(shapes.Shape):
         """The gateway's ToolChoice. Raises FieldError for a tool without a name."""
         if self.type == "tool":
             if not self.name:
-                raise beyond.FieldError(
-                    "tool_choice.name", "is missing", seen="null", allowed="the name of a tool"
-                )
+                field, allowed = "tool_choice.name", "the name of a tool"
+                raise beyond.FieldError(field, "is missing", seen="null", allowed=allowed)
             return chat.ToolChoice("named", self.name)
         return chat.ToolChoice("required" if self.type == "any" else self.type)
 
@@ -190,17 +185,15 @@ class ConversationBody(shapes.ToolsShape):
         choice = chat.ToolChoice() if self.tool_choice is None else self.tool_choice.choice()
         prefill = self._prefill(said.pop(), choice) if said[-1].role == "assistant" else ""
         if not any(message.role != "system" for message in said):
-            raise beyond.FieldError(
-                "messages", "has nothing to answer", seen="no user's message", allowed="one or more"
-            )
+            wrong, seen = "has nothing to answer", "no user's message"
+            raise beyond.FieldError("messages", wrong, seen=seen, allowed="one or more")
         return self.chat_request(said, choice, prefill)
 
     def _prefill(self, message: chat.Message, choice: chat.ToolChoice) -> str:
         field = f"messages[{len(self.messages) - 1}].content"
         if message.tool_calls or message.reasoning:
-            raise beyond.FieldError(
-                field, "of the last assistant message is text alone", seen="tool_use or thinking"
-            )
+            wrong = "of the last assistant message is text alone"
+            raise beyond.FieldError(field, wrong, seen="tool_use or thinking")
         if message.content and choice.mode in ("required", "named"):
             wrong, seen = "cannot begin an answer that has to be a tool call", message.content[:40]
             raise beyond.FieldError(field, wrong, seen=seen)

@@ -83,13 +83,9 @@ async def show_metrics(request: Request) -> Response:
 
 def _model(request: Request, name: str) -> dict[str, Any]:
     gateway = requests.gateway_of(request)
-    return {
-        "id": name,
-        "object": "model",
-        "created": 0,
-        "owned_by": "paceline",
-        "max_model_len": gateway.router.ready.max_sequence_tokens,
-    }
+    longest = gateway.router.ready.max_sequence_tokens
+    about = {"created": 0, "owned_by": "paceline", "max_model_len": longest}
+    return {"id": name, "object": "model", **about}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,58 +102,41 @@ class Operation:
     open: bool = False  # needs no key
 
 
+def _post(path: str, handler: Handler, summary: str, body: Any = None, *ok: int) -> Operation:
+    return Operation("post", path, handler, summary, body, ok or (200,))
+
+
 def _generate(path: str, summary: str, kind: type[Any]) -> Operation:
-    return Operation("post", path, generating(kind), summary, kind.body_type)
+    return _post(path, generating(kind), summary, kind.body_type)
 
 
 _ONE = "/v1/sessions/{id}"
-_STORED = "/v1/responses/{id}"
+_STORED, _COUNT = "/v1/responses/{id}", "/v1/messages/count_tokens"
+_OPEN = "Open a session; 204: no task in time"
+_REWARDS, _REWARD = "/v1/rewards", "Reward a completion"
 _FORM = {"name": "form", "in": "query", "schema": {"enum": ["tree", "samples"], "default": "tree"}}
 OPERATIONS = (
     Operation("get", "/health", health, "Whether a worker serves", statuses=(200, 503), open=True),
     Operation("get", "/v1/models", models, "The served model under each name"),
     Operation("get", "/v1/models/{name}", model, "One model"),
     Operation("get", "/version", version, "The version of Paceline"),
-    Operation(
-        "post", "/tokenize", tokens.tokenize, "Tokens of a text or chat", tokens.TokenizeBody
-    ),
-    Operation("post", "/detokenize", tokens.detokenize, "Text of tokens", tokens.DetokenizeBody),
+    _post("/tokenize", tokens.tokenize, "Tokens of a text or chat", tokens.TokenizeBody),
+    _post("/detokenize", tokens.detokenize, "Text of tokens", tokens.DetokenizeBody),
     _generate("/v1/completions", "OpenAI's completions", openai.CompletionAnswers),
     _generate("/v1/chat/completions", "OpenAI's chat", openai.ChatAnswers),
     _generate("/v1/responses", "OpenAI's responses", responses.ResponsesAnswers),
     Operation("get", _STORED, responses.show, "A stored response"),
     Operation("delete", _STORED, responses.delete, "Delete a stored response"),
     _generate("/v1/messages", "Anthropic's messages", anthropic.AnthropicAnswers),
-    Operation(
-        "post",
-        "/v1/messages/count_tokens",
-        tokens.count_tokens,
-        "Tokens of a conversation",
-        anthropic.ConversationBody,
-    ),
-    Operation(
-        "post",
-        "/v1/sessions",
-        sessions.open_session,
-        "Open a session; 204: no task in time",
-        sessions.OpenBody,
-        statuses=(201, 204),
-    ),
+    _post(_COUNT, tokens.count_tokens, "Tokens of a conversation", anthropic.ConversationBody),
+    _post("/v1/sessions", sessions.open_session, _OPEN, sessions.OpenBody, 201, 204),
     Operation("get", _ONE, sessions.show, "A session"),
     Operation("get", f"{_ONE}/export", sessions.export, "Its tree or samples", query=(_FORM,)),
-    Operation(
-        "post", f"{_ONE}/reward", sessions.reward, "Reward it or a turn", sessions.RewardBody
-    ),
-    Operation("post", f"{_ONE}/complete", sessions.complete, "Complete it", sessions.CompleteBody),
-    Operation("post", f"{_ONE}/abort", sessions.abort, "Abort it"),
-    Operation("post", f"{_ONE}/fail", sessions.fail, "End it as failed", sessions.FailBody),
-    Operation(
-        "post",
-        "/v1/rewards",
-        sessions.completion_reward,
-        "Reward a completion",
-        sessions.CompletionRewardBody,
-    ),
+    _post(f"{_ONE}/reward", sessions.reward, "Reward it or a turn", sessions.RewardBody),
+    _post(f"{_ONE}/complete", sessions.complete, "Complete it", sessions.CompleteBody),
+    _post(f"{_ONE}/abort", sessions.abort, "Abort it"),
+    _post(f"{_ONE}/fail", sessions.fail, "End it as failed", sessions.FailBody),
+    _post(_REWARDS, sessions.completion_reward, _REWARD, sessions.CompletionRewardBody),
 )
 
 
@@ -243,15 +222,11 @@ def document() -> dict[str, Any]:
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _described(operation)
         bodies += [operation.body] if operation.body is not None else []
-    _, made = models_json_schema(
-        [(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}"
-    )
+    template, release = "#/components/schemas/{model}", importlib.metadata.version("paceline")
+    _, made = models_json_schema([(one, "validation") for one in bodies], ref_template=template)
     return {
         "openapi": "3.1.0",
-        "info": {
-            "title": "Paceline's rollout gateway",
-            "version": importlib.metadata.version("paceline"),
-        },
+        "info": {"title": "Paceline's rollout gateway", "version": release},
         "paths": paths,
         "components": {"schemas": made["$defs"], "securitySchemes": SCHEMES},
         "security": [{name: []} for name in SCHEMES],
@@ -267,23 +242,18 @@ def _described(operation: Operation) -> dict[str, Any]:
     text = {"type": "string", "minLength": 1, "pattern": "^[^/]+$"}
     named = [part[1:-1] for part in operation.path.split("/") if part.startswith("{")]
     errors = () if operation.open else WRITE if operation.method == "post" else READ
+    place = {"in": "path", "required": True, "schema": text}
+    phrases = {one: HTTPStatus(one).phrase for one in (*operation.statuses, *errors)}
     described: dict[str, Any] = {
         "summary": operation.summary,
-        "parameters": [
-            *({"name": name, "in": "path", "required": True, "schema": text} for name in named),
-            *operation.query,
-        ],
-        "responses": {
-            str(status): {"description": HTTPStatus(status).phrase}
-            for status in (*operation.statuses, *errors)
-        },
+        "parameters": [*({"name": name, **place} for name in named), *operation.query],
+        "responses": {str(one): {"description": phrase} for one, phrase in phrases.items()},
     }
     if operation.body is not None:
         reference = {"$ref": f"#/components/schemas/{operation.body.__name__}"}
-        described["requestBody"] = {
-            "required": any(field.is_required() for field in operation.body.model_fields.values()),
-            "content": {"application/json": {"schema": reference}},
-        }
+        required = any(field.is_required() for field in operation.body.model_fields.values())
+        content = {"application/json": {"schema": reference}}
+        described["requestBody"] = {"required": required, "content": content}
     if operation.open:
         described["security"] = []
     return described
@@ -310,8 +280,5 @@ def build_app(gateway: Gateway, *, loopback: bool = True) -> ASGIApp:
 
 def all_routes() -> list[Route]:
     """Every path and its handler."""
-    return [
-        Route("/metrics", show_metrics),
-        Route("/openapi.json", show_document),
-        *(Route(one.path, one.handler, methods=[one.method]) for one in OPERATIONS),
-    ]
+    more = [Route("/metrics", show_metrics), Route("/openapi.json", show_document)]
+    return more + [Route(one.path, one.handler, methods=[one.method]) for one in OPERATIONS]

@@ -42,13 +42,11 @@ class TokenLabels:
         """Tokens by position with their alternatives, in the format of chat completions. rows:
         empty without alternatives.
         """
-        return [
-            {
-                **self._scored(token, logprob),
-                "top_logprobs": [self._scored(one, value) for one, value in row],
-            }
-            for token, logprob, row in zip(tokens, logprobs, rows or repeat(()), strict=False)
-        ]
+        found = []
+        for token, logprob, row in zip(tokens, logprobs, rows or repeat(()), strict=False):
+            tops = [self._scored(*one) for one in row]
+            found.append({**self._scored(token, logprob), "top_logprobs": tops})
+        return found
 
     def name(self, token: int) -> str:
         """A token in the format of completions: its text, or its bytes if they are not valid
@@ -129,18 +127,15 @@ class _Choices(answers.Answers[B]):
     def _asked(self, prompts: int = 1, *, special: bool = True) -> Asked:
         """The request for choices of so many prompts. Raises InvalidInput for too many."""
         if (count := prompts * self.body.n) > MAX_REQUESTS_PER_CALL:
-            raise InvalidInput(
-                "prompts times n is too many", seen=count, allowed=MAX_REQUESTS_PER_CALL
-            )
+            message = "prompts times n is too many"
+            raise InvalidInput(message, seen=count, allowed=MAX_REQUESTS_PER_CALL)
         return replace(super()._asked(), count=self.body.n, special=special)
 
     def whole(self, calls: Sequence[Call]) -> dict[str, Any]:
-        choices = [
-            self._choice(
-                index, call, Piece(call.whole, "", finish=call.finish), self._message(call)
-            )
-            for index, call in enumerate(calls)
-        ]
+        choices = []
+        for index, call in enumerate(calls):
+            piece = Piece(call.whole, "", finish=call.finish)
+            choices.append(self._choice(index, call, piece, self._message(call)))
         head = self._head(chunk=False) | self._shared_facts(calls[0])
         return {**head, "choices": choices, "usage": self._usage(calls, self.body.n)}
 
@@ -171,22 +166,15 @@ class _Choices(answers.Answers[B]):
     def last(self, calls: Sequence[Call]) -> Iterator[answers.Event]:
         options = self.body.stream_options
         if options is not None and options.include_usage:
-            yield {
-                **self._head(chunk=True),
-                "choices": [],
-                "usage": self._usage(calls, self.body.n),
-            }
+            usage = self._usage(calls, self.body.n)
+            yield {**self._head(chunk=True), "choices": [], "usage": usage}
 
     def failed(self, error: PacelineError) -> answers.Event:
         return answers.openai_error(error)
 
     def _head(self, *, chunk: bool) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": self.objects[chunk],
-            "created": self._created,
-            "model": self._gateway.model,
-        }
+        about = {"created": self._created, "model": self._gateway.model}
+        return {"id": self.id, "object": self.objects[chunk], **about}
 
     def _choice(
         self, index: int, call: Call, piece: Piece, content: dict[str, Any], *, first: bool = True
@@ -232,10 +220,10 @@ class _Choices(answers.Answers[B]):
         ranked = {one: (value, rank) for rank, (one, value) in enumerate(top, 1)}
         ranked.setdefault(token, (score.logprob, score.rank))
         decode = self._gateway.codec.token_text
-        return {
-            str(one): {"logprob": value, "rank": rank, "decoded_token": decode(one)}
-            for one, (value, rank) in ranked.items()
-        }
+        found = {}
+        for one, (value, rank) in ranked.items():
+            found[str(one)] = {"logprob": value, "rank": rank, "decoded_token": decode(one)}
+        return found
 
     def _usage(self, calls: Sequence[Call], siblings: int = 1) -> dict[str, Any]:
         prompt, cached, output, reasoning = answers.usage(calls, siblings)
@@ -307,11 +295,8 @@ class CompletionAnswers(_Choices[openai_schema.CompletionBody]):
         """
         names, wanted = self._names, bool(self.body.logprobs)
         tops = [names.keyed(token, row) for token, row in zip(tokens, rows, strict=False)]
-        found: dict[str, Any] = {
-            "tokens": [names.name(token) for token in tokens],
-            "token_logprobs": logprobs,
-            "top_logprobs": tops if wanted and tops else None,
-        }
+        spelled, top = [names.name(token) for token in tokens], tops if wanted and tops else None
+        found = {"tokens": spelled, "token_logprobs": logprobs, "top_logprobs": top}
         if wanted:
             found["content"] = names.listed(tokens, logprobs, rows)
         return found

@@ -124,18 +124,16 @@ class GenerationBody(shapes.SampledBody):
         if self.stream_options is not None and not self.stream:
             raise beyond.FieldError("stream_options", "needs a stream", seen="stream=false")
         if self.prompt_logprobs is not None and self.stream:
-            raise beyond.FieldError(
-                "prompt_logprobs", "is not served in a stream", seen="stream=true"
-            )
+            wrong = "is not served in a stream"
+            raise beyond.FieldError("prompt_logprobs", wrong, seen="stream=true")
 
     def structure(self) -> dict[str, Any]:
         schema = self.response_format.schema_text() if self.response_format is not None else ""
         if self.structured_outputs is None:
             return {"json_schema": schema}
         if schema:
-            raise beyond.FieldError(
-                "structured_outputs", "goes with no response_format", seen="both", allowed="one"
-            )
+            wrong = "goes with no response_format"
+            raise beyond.FieldError("structured_outputs", wrong, seen="both", allowed="one")
         return self.structured_outputs.parameters()
 
     @property
@@ -172,18 +170,16 @@ class CompletionBody(GenerationBody):
     def check(self) -> None:
         super().check()
         if self.best_of not in (None, self.n):
-            raise beyond.FieldError(
-                "best_of", "other than n is not served", seen=self.best_of, allowed=self.n
-            )
+            wrong = "other than n is not served"
+            raise beyond.FieldError("best_of", wrong, seen=self.best_of, allowed=self.n)
 
     def prompts(self) -> list[str | list[int]]:
         """One or more prompts, each text or token ids. Raises FieldError for an empty list."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if not self.prompt:
-            raise beyond.FieldError(
-                "prompt", "is empty", seen="[]", allowed="text, token ids, or a list of these"
-            )
+            allowed = "text, token ids, or a list of these"
+            raise beyond.FieldError("prompt", "is empty", seen="[]", allowed=allowed)
         if isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(cast("list[str | list[int]]", self.prompt))
@@ -202,6 +198,10 @@ class CallBody(shapes.Shape):
     id: str = ""
     function: FunctionCall
 
+    def call(self) -> chat.ToolCall:
+        """The gateway's ToolCall."""
+        return chat.ToolCall(self.id, self.function.name, self.function.arguments)
+
 
 class ChatMessage(shapes.Shape):
     """One message."""
@@ -215,18 +215,11 @@ class ChatMessage(shapes.Shape):
 
     def message(self) -> chat.Message:
         """The gateway's Message."""
-        role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
-        return chat.Message(
-            cast("chat.Role", role),
-            shapes.joined_text(self.content),
-            self.reasoning_content or "",
-            tuple(
-                chat.ToolCall(one.id, one.function.name, one.function.arguments)
-                for one in self.tool_calls or ()
-            ),
-            self.tool_call_id or "",
-            self.name or "",
-        )
+        named = {"developer": "system", "function": "tool"}.get(self.role, self.role)
+        role, text = cast("chat.Role", named), shapes.joined_text(self.content)
+        calls = tuple(one.call() for one in self.tool_calls or ())
+        reasoning, call_id = self.reasoning_content or "", self.tool_call_id or ""
+        return chat.Message(role, text, reasoning, calls, call_id, self.name or "")
 
 
 class ToolBody(shapes.Shape):
@@ -282,9 +275,8 @@ class ChatBody(shapes.ToolsShape, GenerationBody):
             raise beyond.FieldError("top_logprobs", "needs logprobs", seen="logprobs=false")
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
-            raise beyond.FieldError(
-                "max_tokens", "says another limit than max_completion_tokens", seen=both[0]
-            )
+            wrong = "says another limit than max_completion_tokens"
+            raise beyond.FieldError("max_tokens", wrong, seen=both[0])
 
     def request(self) -> chat.ChatRequest:
         """The gateway's ChatRequest."""

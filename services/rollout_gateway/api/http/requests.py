@@ -34,9 +34,8 @@ async def caller_of(request: Request) -> session.Caller:
 async def require_token(request: Request) -> None:
     """Raises InvalidInput for the key of a session, which only gives access to that session."""
     if (await caller_of(request)).session is not None:
-        raise InvalidInput(
-            "a session's key cannot do this", reason="NOT_ALLOWED", allowed="the gateway's token"
-        )
+        message, allowed = "a session's key cannot do this", "the gateway's token"
+        raise InvalidInput(message, reason="NOT_ALLOWED", allowed=allowed)
 
 
 ANY = "*"
@@ -102,10 +101,9 @@ class Outline:
         objects = outside.count(b"{")
         self._objects += objects
         self._values += objects + outside.count(b"[") + outside.count(b",")
-        for what, seen, most in (
-            ("objects", self._objects, MAX_OBJECTS),
-            ("values", self._values, self._most_values),
-        ):
+        counted = {"objects": (self._objects, MAX_OBJECTS)}
+        counted["values"] = self._values, self._most_values
+        for what, (seen, most) in counted.items():
             if seen > most:
                 message, found = f"the body holds too many {what}", f"{seen} or more"
                 raise InvalidInput(message, reason="BODY_TOO_LARGE", seen=found, allowed=most)

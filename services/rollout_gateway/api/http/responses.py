@@ -99,18 +99,17 @@ async def delete(request: Request) -> Response:
 
 
 def _size(message: Message) -> int:
-    calls = sum(
-        len(call.name) + len(call.arguments) + OVERHEAD_BYTES for call in message.tool_calls
-    )
-    return len(message.content) + len(message.reasoning) + calls + OVERHEAD_BYTES
+    texts = [message.content, message.reasoning]
+    for call in message.tool_calls:
+        texts += [call.name, call.arguments]
+    return sum(map(len, texts)) + OVERHEAD_BYTES * (1 + len(message.tool_calls))
 
 
-_ITEMS = {
-    "reasoning": ("reasoning", "rs"),
-    "content": ("message", "msg"),
-    "call": ("function_call", "fc"),
-}
-"""Type of a part's item, and the prefix of its id."""
+_TYPES = {"reasoning": "reasoning", "content": "message", "call": "function_call"}
+"""Type of a part's item."""
+_PREFIXES = {"reasoning": "rs", "content": "msg", "call": "fc"}
+"""Prefix of the id of a part's item."""
+Body = responses_schema.ResponsesBody
 
 
 class OutputItems(answers.MessageParts):
@@ -146,11 +145,8 @@ class OutputItems(answers.MessageParts):
             kind = "response.function_call_arguments.done"
             said = {"name": item["name"], "arguments": part.text}
             return [{"type": kind, **self._at(part), **said}, done]
-        return [
-            self._of_text(part, "done", {"text": part.text}),
-            self._of_content(part, "response.content_part.done"),
-            done,
-        ]
+        text = self._of_text(part, "done", {"text": part.text})
+        return [text, self._of_content(part, "response.content_part.done"), done]
 
     def _of_text(self, part: answers.MessagePart, what: str, said: dict[str, Any]) -> answers.Event:
         kind = f"response.{_content(part)['type']}.{what}"
@@ -165,11 +161,10 @@ class OutputItems(answers.MessageParts):
         return {"item_id": self._id(part), "output_index": part.index}
 
     def _id(self, part: answers.MessagePart) -> str:
-        return f"{_ITEMS[part.kind][1]}_{self._name}_{part.index}"
+        return f"{_PREFIXES[part.kind]}_{self._name}_{part.index}"
 
     def _item(self, part: answers.MessagePart) -> dict[str, Any]:
-        kind, _ = _ITEMS[part.kind]
-        item: dict[str, Any] = {"id": self._id(part), "type": kind, "status": part.status}
+        item = {"id": self._id(part), "type": _TYPES[part.kind], "status": part.status}
         if part.call is not None:
             call = {"call_id": part.call.call_id, "name": part.call.name}
             return {**item, **call, "arguments": part.text}
@@ -177,15 +172,13 @@ class OutputItems(answers.MessageParts):
         return {**item, key: value, "content": [_content(part)]}
 
 
-class ResponsesAnswers(answers.Answers[responses_schema.ResponsesBody]):
+class ResponsesAnswers(answers.Answers[Body]):
     """The answer `response`, whole and as events."""
 
-    body_type = responses_schema.ResponsesBody
+    body_type = Body
     prefix = "resp_"
 
-    def __init__(
-        self, request: Request, body: responses_schema.ResponsesBody, caller: Caller
-    ) -> None:
+    def __init__(self, request: Request, body: Body, caller: Caller) -> None:
         super().__init__(request, body, caller)
         self._past = past_responses(request)
         self._before: tuple[Message, ...] = ()
@@ -275,7 +268,7 @@ def _status(call: Call) -> str:
     return "completed" if call.finish in ("stop", "tool_calls") else "incomplete"
 
 
-def _format(body: responses_schema.ResponsesBody) -> dict[str, Any]:
+def _format(body: Body) -> dict[str, Any]:
     form = body.text.format if body.text is not None else None
     return {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)
 

@@ -117,9 +117,8 @@ class ResponsesBody(shapes.ToolsShape, shapes.SampledBody):
         if form is None or form.type == "text":
             return {}
         if form.type == "json_schema" and form.json_schema is None:
-            raise beyond.FieldError(
-                "text.format.schema", "is missing", seen="null", allowed="a JSON schema"
-            )
+            field, allowed = "text.format.schema", "a JSON schema"
+            raise beyond.FieldError(field, "is missing", seen="null", allowed=allowed)
         return {"json_schema": json.dumps(form.json_schema or {})}
 
     def new_messages(self) -> tuple[chat.Message, ...]:
@@ -129,9 +128,8 @@ class ResponsesBody(shapes.ToolsShape, shapes.SampledBody):
         if isinstance(self.input, str):
             return (chat.Message("user", self.input),)
         if not self.input:
-            raise beyond.FieldError(
-                "input", "is empty", seen="[]", allowed="text, or one item or more"
-            )
+            allowed = "text, or one item or more"
+            raise beyond.FieldError("input", "is empty", seen="[]", allowed=allowed)
         return tuple(grouped(self.input))
 
     def request(self, before: Sequence[chat.Message]) -> chat.ChatRequest:

@@ -174,13 +174,11 @@ async def _find_session(request: Request, *states: str) -> Session | registry.En
     if owner is None:
         await requests.caller_of(request)
         if named == CURRENT:
-            raise InvalidInput(
-                "current is the session of a session's key", seen="another key", allowed="an id"
-            )
+            message = "current is the session of a session's key"
+            raise InvalidInput(message, seen="another key", allowed="an id")
     elif named not in (CURRENT, owner):
-        raise InvalidInput(
-            "the key is that of another session", reason="NOT_ALLOWED", allowed=owner
-        )
+        message = "the key is that of another session"
+        raise InvalidInput(message, reason="NOT_ALLOWED", allowed=owner)
     found = known.find(owner or named)
     if states and isinstance(found, registry.Ended) and found.state not in states:
         raise found.error()
@@ -188,9 +186,8 @@ async def _find_session(request: Request, *states: str) -> Session | registry.En
 
 
 def _shown(found: Session | registry.Ended) -> JSONResponse:
-    return JSONResponse(
-        found.json() if isinstance(found, registry.Ended) else registry.session_json(found)
-    )
+    shown = found.json() if isinstance(found, registry.Ended) else registry.session_json(found)
+    return JSONResponse(shown)
 
 
 def _opened(session: Session, task: environments.EpisodeTask | None = None) -> JSONResponse:

@@ -11,16 +11,8 @@ from dataclasses import fields
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    AliasChoices,
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    model_validator,
-)
+from pydantic import AliasChoices, BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic.functional_validators import AfterValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from paceline import config
@@ -82,16 +74,14 @@ def by_type(default: str = "") -> Discriminator:
         read = value.get if isinstance(value, dict) else partial(getattr, value)
         return f"<{read('type', default)}>"
 
-    return Discriminator(
-        tag, custom_error_type="unknown_type", custom_error_message="a type that is not served"
-    )
+    error = "a type that is not served"
+    return Discriminator(tag, custom_error_type="unknown_type", custom_error_message=error)
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
     if depth > MAX_JSON_DEPTH:
-        raise PydanticCustomError(
-            "json_depth", f"more than {MAX_JSON_DEPTH} objects and arrays inside each other"
-        )
+        message = "more than {most} objects and arrays inside each other"
+        raise PydanticCustomError("json_depth", message, {"most": MAX_JSON_DEPTH})
     if isinstance(value, float) and not math.isfinite(value):
         raise PydanticCustomError("json_number", "NaN and Infinity are no JSON")
     if isinstance(value, dict | list):
@@ -134,12 +124,8 @@ def within(name: str, *, whole: bool = False) -> Any:
     """The range of a sampling parameter as a pydantic field."""
     allowed = RANGES[name]
     least = 0 if allowed.or_zero else allowed.low
-    return Field(
-        gt=least if allowed.above else None,
-        ge=None if allowed.above else least,
-        le=allowed.high,
-        allow_inf_nan=None if whole else False,
-    )
+    above, from_on = (least, None) if allowed.above else (None, least)
+    return Field(gt=above, ge=from_on, le=allowed.high, allow_inf_nan=None if whole else False)
 
 
 TopP = Annotated[float, within("top_p")]
@@ -221,10 +207,8 @@ class FunctionShape(Shape):
     def shown(self) -> dict[str, Any]:
         """The form for chat templates, which every API also hashes."""
         about = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        return {
-            "type": "function",
-            "function": {key: value for key, value in about.items() if value is not None},
-        }
+        given = {key: value for key, value in about.items() if value is not None}
+        return {"type": "function", "function": given}
 
 
 class ToolsShape(Shape):
@@ -254,14 +238,9 @@ class ToolsShape(Shape):
     ) -> chat.ChatRequest:
         """The conversation of these messages with the offered tools."""
         offered = self.functions()
-        return chat.ChatRequest(
-            tuple(said),
-            tuple(tool.shown() for tool in offered),
-            choice,
-            prefill,
-            frozenset(tool.name for tool in offered if tool.strict),
-            self.one_call,
-        )
+        tools = tuple(tool.shown() for tool in offered)
+        strict = frozenset(tool.name for tool in offered if tool.strict)
+        return chat.ChatRequest(tuple(said), tools, choice, prefill, strict, self.one_call)
 
 
 def tool_choice(choice: Any) -> chat.ToolChoice:

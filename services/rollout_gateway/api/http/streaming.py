@@ -42,12 +42,9 @@ class BodyParts:
     def ready(self) -> bool:
         """Whether `write` may be called now: the answer has begun, and its client reads."""
         cycle = self._cycle
-        return bool(
-            cycle.chunked_encoding  # set only after the head, for a body without a length
-            and not cycle.flow.write_paused
-            and not cycle.disconnected
-            and not cycle.response_complete
-        )
+        closed = cycle.flow.write_paused or cycle.disconnected or cycle.response_complete
+        # set only after the head, for a body without a length
+        return bool(cycle.chunked_encoding and not closed)
 
     def write(self, data: bytes) -> None:
         """Write one part, not empty: a single system call if the client reads."""
@@ -101,6 +98,7 @@ class BoundedProtocol(HttpToolsProtocol):
 STREAM_QUEUE = 64
 """Pieces of one answer that wait for a slow client; further pieces wait merged in their generation.
 """
+Queue = asyncio.Queue[tuple[int, Piece | Exception]]
 Handler = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
 
@@ -135,9 +133,8 @@ class EventStream(Response):
             async with aclosing(_events(self._calls, self._answers)) as source:
                 # A failure before the first event gets its own status.
                 part = await anext(source)
-                await send(
-                    {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-                )
+                start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+                await send(start)
                 await send(_message(part))
                 parts = scope.get("extensions", {}).get(PARTS, {}).get(BODY)
                 if parts is not None and len(self._calls) == 1:
@@ -187,7 +184,7 @@ def generating(kind: type[Answers[B]]) -> Handler:
         paths = asked.undeclared.unread
         unread = [paths[part] for part in plans[0].unread if part in paths]
         request.state.ignored = tuple(sorted({*request.state.ignored, *unheeded, *unread}))
-        calls = [gateway.call(plan) for plan in plans]
+        calls = [Call(gateway, plan) for plan in plans]
         answer: Response
         if answers.body.stream:
             answer = EventStream(calls, answers)
@@ -245,12 +242,9 @@ async def _pieces(calls: Sequence[Call], *, stream: bool) -> AsyncGenerator[tupl
                 yield 0, piece
         return
 
-    queue: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue(STREAM_QUEUE)
-    tasks = [
-        asyncio.create_task(_feed(queue, index, call.pieces(stream=stream)))
-        for index, call in enumerate(calls)
-    ]
-    left = len(calls)
+    queue: Queue = asyncio.Queue(STREAM_QUEUE)
+    feeds = (_feed(queue, index, call.pieces(stream=stream)) for index, call in enumerate(calls))
+    tasks, left = list(map(asyncio.create_task, feeds)), len(calls)
     try:
         while left:
             index, news = await queue.get()
@@ -262,11 +256,7 @@ async def _pieces(calls: Sequence[Call], *, stream: bool) -> AsyncGenerator[tupl
         await cancel(*tasks)
 
 
-async def _feed(
-    queue: asyncio.Queue[tuple[int, Piece | Exception]],
-    index: int,
-    pieces: AsyncGenerator[Piece],
-) -> None:
+async def _feed(queue: Queue, index: int, pieces: AsyncGenerator[Piece]) -> None:
     try:
         async with aclosing(pieces):
             async for piece in pieces:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from paceline.services.rollout_gateway.chat.tool_formats import base, lark
@@ -90,9 +91,8 @@ _MARKER, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 def _read_named(text: base.GrowingText) -> base.Reading[base.SpelledCall]:
     name = yield from text.name()
-    if (
-        yield from text.skip(_ID)
-    ):  # an id invented by the model; the gateway gives calls their ids
+    with_id = yield from text.skip(_ID)
+    if with_id:  # an id invented by the model; the gateway gives calls their ids
         yield from text.run(base.NAME)
     yield from text.skip(_ARGUMENTS)
     return base.SpelledCall(name, (yield from base.json_arguments(text)))
@@ -119,21 +119,19 @@ def _mistral(source: str) -> ToolFormat:
     """Reads arrays and single calls; the template decides the form of a forced beginning."""
     # Tokenizers made with sentencepiece put a space after the marker.
     array = f"{_MARKER} [" if f"{_MARKER} [" in source else f"{_MARKER}["
-    named = _ARGUMENTS in source
-    return ToolFormat(
+    form = ToolFormat(
         "mistral",
-        call=f"{_MARKER}$name{_ARGUMENTS}$arguments"
-        if named
-        else '{"name": $quoted, "arguments": $arguments}',
+        call=f"{_MARKER}$name{_ARGUMENTS}$arguments",
         reader=_read_mistral,
         special_tokens=(_MARKER, _ID, _ARGUMENTS),
         markers=(_MARKER,),
-        before="" if named else array,
-        between="" if named else ", ",
-        after="" if named else "]",
+        between="",
         id_prefix="",
         id_digits=9,  # the templates refuse other lengths
     )
+    call = '{"name": $quoted, "arguments": $arguments}'
+    listed = replace(form, call=call, before=array, between=", ", after="]")
+    return form if _ARGUMENTS in source else listed
 
 
 _V3_CALLS, _V3_CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"

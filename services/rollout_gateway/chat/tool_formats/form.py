@@ -8,7 +8,7 @@ downloads at start.
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
@@ -22,6 +22,7 @@ MORE_CALLS = 15
 _PLACE = re.compile(r"(\$(?:number|arguments))")
 Schemas = Mapping[str, Mapping[str, Any]]
 """JSON schema of the arguments by name of the tool; {}: any object."""
+Ids = Mapping[str, int]
 Reader = Callable[[base.GrowingText, Schemas], base.Reading[list[base.SpelledCall]]]
 """Reads calls from their marker to their end; raises Deviation if they are not calls."""
 
@@ -93,7 +94,7 @@ class ToolFormat:
 
     # ---- grammars
 
-    def required(self, added: Mapping[str, int], begun: str, *, several: bool = True) -> str:
+    def required(self, added: Ids, begun: str, *, several: bool = True) -> str:
         """The grammar of a call and nothing else; `begun` is its beginning in the prompt.
 
         `added`: the model's added tokens by text. `several`: whether a response may have more than
@@ -104,8 +105,8 @@ class ToolFormat:
 
     def allowed(
         self,
-        added: Mapping[str, int],
-        strict: Collection[str],
+        added: Ids,
+        strict: Set[str],
         after: str = "",
         answer: str = "",
         *,

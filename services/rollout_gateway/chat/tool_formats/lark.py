@@ -109,7 +109,7 @@ class Rules:
         """`end` as characters at its first place after `before` and `body`, or as a token after one
         of `texts`.
         """
-        found = [self.sequence([before, self._add("ended", f"{body} {_quoted(end)}", "[lazy]")])]
+        found = [self.sequence([before, self._add("ended", f"{body} {quoted(end)}", "[lazy]")])]
         if end in self._added:
             token = Lark(f"<[{self._added[end]}]>")
             found += [self.sequence([text, token]) for text in texts]
@@ -132,12 +132,13 @@ class Rules:
     def _part(self, part: str) -> str:
         token = self._added.get(part)
         if token is None:
-            return " ".join(map(_quoted, _JSON_WORDS.findall(part)))
-        return f"({_quoted(part)} | <[{token}]>)"
+            return " ".join(map(quoted, _JSON_WORDS.findall(part)))
+        return f"({quoted(part)} | <[{token}]>)"
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+def quoted(value: object) -> str:
+    """The value as JSON."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _excluding(texts: Sequence[str]) -> str:

@@ -51,12 +51,11 @@ class Tags(NamedTuple):
             return arguments
         if not isinstance(members, dict):
             return arguments
-        return "".join(
-            self.before.replace("{}", name)
-            + (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
-            + self.end
-            for name, value in members.items()
-        )
+        parts = []
+        for name, value in members.items():
+            text = value if isinstance(value, str) else lark.quoted(value)
+            parts.append(f"{self.before.replace('{}', name)}{text}{self.end}")
+        return "".join(parts)
 
 
 class Parameters:
@@ -70,11 +69,8 @@ class Parameters:
 
     def json(self, written: Mapping[str, str]) -> str:
         """The arguments as a JSON object, from the text of each."""
-        members = (
-            f"{json.dumps(key, ensure_ascii=False)}: {self._value(key, text)}"
-            for key, text in written.items()
-        )
-        return f"{{{', '.join(members)}}}"
+        pairs = ((lark.quoted(key), self._value(key, text)) for key, text in written.items())
+        return f"{{{', '.join(map(': '.join, pairs))}}}"
 
     def _value(self, key: str, text: str) -> str:
         kinds = self._kinds(self._properties.get(key, {}))
@@ -83,9 +79,7 @@ class Parameters:
             kind = _KINDS[type(base.decode_json(written))]
         except base.Deviation:
             kind = "string"
-        if kind != "string" and _fits(kind, kinds):
-            return written
-        return json.dumps(text, ensure_ascii=False)
+        return written if kind != "string" and _fits(kind, kinds) else lark.quoted(text)
 
     # ---- grammar
 
@@ -118,9 +112,8 @@ class Parameters:
         schema = self._resolved(self._properties.get(name, {}))
         kinds = self._kinds(schema)
         if kinds is not None and "string" not in kinds:
-            definitions = {
-                key: self._root[key] for key in ("$defs", "definitions") & self._root.keys()
-            }
+            named = {"$defs", "definitions"} & self._root.keys()
+            definitions = {key: self._root[key] for key in named}
             return rules.sequence([rules.json({**schema, **definitions}), rules.text(tags.end)])
         if kinds == {"string"}:
             return self._strings(name, schema, rules, tags)

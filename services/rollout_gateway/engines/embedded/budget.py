@@ -92,9 +92,8 @@ class ForwardCost:
         if len(near):
             at = int(near[0])
             expected = self._seconds[at] * tokens / self._sizes[at]
-            self._seconds[at] += (
-                COST_SHARE * (min(seconds, 3 * expected) - expected) * self._sizes[at] / tokens
-            )
+            change = min(seconds, 3 * expected) - expected
+            self._seconds[at] += COST_SHARE * change * self._sizes[at] / tokens
             return
         at = int(np.searchsorted(self._sizes, tokens))
         self._sizes = np.insert(self._sizes, at, tokens)
@@ -238,11 +237,8 @@ class Budget:
 def row_drafts(drafts: Drafts) -> Iterator[RowDrafts]:
     """Tokens, scores and parents, row by row."""
     tokens, scores = drafts.tokens.tolist(), drafts.scores.tolist()
-    parents = (
-        [range(drafts.tokens.shape[1])] * len(tokens)
-        if drafts.parents is None
-        else drafts.parents.tolist()
-    )
+    chains = [range(drafts.tokens.shape[1])] * len(tokens)
+    parents = chains if drafts.parents is None else drafts.parents.tolist()
     return zip(tokens, scores, parents, strict=True)
 
 

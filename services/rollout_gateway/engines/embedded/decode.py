@@ -39,11 +39,6 @@ class Round:
     logits: Tensor
     """[N, V]"""
 
-    @property
-    def positions(self) -> Tensor:
-        """int64 [B, Q]: positions of the nodes."""
-        return self.nodes.positions(self.roots)
-
     def place(self, flat: Tensor) -> Tensor:
         """Indices, among the forwarded nodes, of nodes given by their int64 index in the flattened
         block.
@@ -51,26 +46,19 @@ class Round:
         return flat if self.block.padding is None else self.block.padding[flat]
 
 
+@dataclass(eq=False)
 class Decoder:
     """Runs rounds over given slots."""
 
-    def __init__(
-        self,
-        weights: EngineWeights,
-        speculation: speculative.Speculation,
-        store: kv_cache.SlotStore,
-        masks: grammars.GrammarMasks,
-        stopwatch: timing.Stopwatch,
-    ) -> None:
-        self._weights = weights
-        self._speculation = speculation
-        self._store = store
-        self._penalties = draws.Penalties()
-        self._grammars = masks
-        self._draws = draws.DrawTable()
-        self._stopwatch = stopwatch
-        self._rounds = self._nodes = 0
-        self.tokens_emitted = 0
+    _weights: EngineWeights
+    _speculation: speculative.Speculation
+    _store: kv_cache.SlotStore
+    _grammars: grammars.GrammarMasks
+    _stopwatch: timing.Stopwatch
+    _rounds = _nodes = tokens_emitted = 0
+
+    def __post_init__(self) -> None:
+        self._penalties, self._draws = draws.Penalties(), draws.DrawTable()
 
     def round(self, slots: Sequence[int], rows: Sequence[RunningSequence]) -> None:
         """Run one decode round: append tokens to every row, and set `finish` on rows that end."""
@@ -88,14 +76,10 @@ class Decoder:
         stopwatch.lap("draft")
         one = self._forward(rows, slots, places, nodes, parts)
         stopwatch.lap("forward")
-        if structured := {
-            row: sequence
-            for row, sequence in enumerate(rows)
-            if sequence.request.sampling.structured
-        }:
-            self._grammars.mask_(
-                structured, nodes.tokens, nodes.every_parent, one.logits, nodes.kept
-            )
+        structured = {row: one for row, one in enumerate(rows) if one.request.sampling.structured}
+        if structured:
+            parents = nodes.every_parent
+            self._grammars.mask_(structured, nodes.tokens, parents, one.logits, nodes.kept)
         verdict = self._verify(one, params)
         taken = self._accept(one, verdict)
         stopwatch.lap("sample")
@@ -131,15 +115,9 @@ class Decoder:
         """Forward the nodes under the last tokens; places int64 [2, B]: slots and positions."""
         policy, store, roots = self._weights.policy, self._store, places[1]
         length = max(sequence.length for sequence in rows) - 1 + nodes.width
-        block = make_block(
-            policy.config,
-            policy.rotation,
-            store.kv,
-            cache_rows(slots),
-            nodes.positions(roots),
-            length,
-            nodes.layout(roots, length),
-        )
+        shape = policy.config, policy.rotation, store.kv, cache_rows(slots)
+        positions, layout = nodes.positions(roots), nodes.layout(roots, length)
+        block = make_block(*shape, positions, length, layout)
         token_ids = nodes.compute(nodes.tokens).clamp(min=0)
         hidden = forward_hidden(policy, store.kv, token_ids, block, store.inner)
         logits = head_logits(policy, hidden)
@@ -147,18 +125,15 @@ class Decoder:
 
     def _verify(self, one: Round, params: DrawParams) -> verify.Verdict:
         """Verify by the engine's rule; params: B rows."""
-        nodes, logits, positions = one.nodes, one.logits, one.positions + 1
+        nodes, logits, positions = one.nodes, one.logits, one.nodes.positions(one.roots) + 1
         adjusted = None
         if any(sequence.request.sampling.adjusted for sequence in one.rows):
-            whole = self._penalties.adjust(
-                one.rows, nodes.spread(logits), nodes.tokens, nodes.parents
-            )
+            spread = nodes.spread(logits)
+            whole = self._penalties.adjust(one.rows, spread, nodes.tokens, nodes.parents)
             adjusted = None if whole is None else nodes.compute(whole)
         if nodes.width > 1:
-            owners = torch.arange(len(positions), device=positions.device)[:, None].expand(
-                -1, nodes.width
-            )
-            params = params.rows(nodes.compute(owners))
+            owners = torch.arange(len(positions), device=positions.device)[:, None]
+            params = params.rows(nodes.compute(owners.expand(-1, nodes.width)))
         if self._speculation.rejection and one.parts:
             probs = self._speculation.draft_probs(one.parts, nodes, logits.shape[-1])
             return verify.verify_drawn(logits, nodes, positions, params, probs, adjusted)
@@ -184,9 +159,8 @@ class Decoder:
             sequence.count(arm, drafted[row], count, levels[row], trained=row in trained)
             if wanted := sequence.request.sampling.top_logprobs:
                 path = one.logits[_along(one, verdict)[row, :count]]
-                sequence.alternatives += top_alternatives(
-                    path, sequence.request.sampling.temperature, wanted
-                )
+                temperature = sequence.request.sampling.temperature
+                sequence.alternatives += top_alternatives(path, temperature, wanted)
             taken.append(count)
             self.tokens_emitted += 0 if sequence.request.probe else count
 

@@ -55,11 +55,8 @@ def engine_kinds(spec: EmbeddedSpec) -> Kinds:
         net.net_of(kind)  # raises for a kind without weights
     directory, named = drafter_directory(spec.drafter), more
     if spec.drafter != OFF:
-        first = (
-            kind_of_checkpoint(directory, [*SPECULATORS.values(), *more])
-            if directory is not None
-            else find_kind(spec.drafter)
-        )
+        known = [*SPECULATORS.values(), *more]
+        first = kind_of_checkpoint(directory, known) if directory else find_kind(spec.drafter)
         # Kinds without weights to load draft beside any kind: n-grams always, others by their arms.
         named = [first, *more, SPECULATORS["ngram"]]
         if "self" in map(speculator_of, spec.arms):
@@ -83,9 +80,8 @@ def engine_arms(spec: EmbeddedSpec, kinds: Kinds) -> dict[str, ArmName]:
     """
     speculators = {**kinds.trained, **kinds.untrained}
     names = spec.arms or tuple(arm for kind in speculators.values() for arm in kind.arms)
-    trees = {
-        name: kind.trees and spec.verification != "rejection" for name, kind in speculators.items()
-    }
+    chains = spec.verification == "rejection"
+    trees = {name: kind.trees and not chains for name, kind in speculators.items()}
     wanted = (OFF, *(name for name in names if name != OFF))
     return {name: parse_arm(name, trees, LARGEST) for name in wanted}
 
@@ -126,9 +122,8 @@ class Drafters:
         used: dict[str, int] = {}
         for arm in arms:
             used[arm.speculator] = max(used.get(arm.speculator, 0), arm.shape.steps)
-        self._kinds = replace(
-            kinds, trained={name: kind for name, kind in kinds.trained.items() if name in used}
-        )
+        trained = {name: kind for name, kind in kinds.trained.items() if name in used}
+        self._kinds = replace(kinds, trained=trained)
         self._setup, self._used = setup, used
         self.serving = ""
         """Name of the serving trained kind; empty: none yet."""
@@ -173,9 +168,8 @@ class Drafters:
             version.speculator.bind(self._setup.target)
             for slot in range(self._setup.slots):
                 version.speculator.free(slot)
-            log.info(
-                "another kind of drafter serves", kind=version.kind, before=self.serving or "none"
-            )
+            before = self.serving or "none"
+            log.info("another kind of drafter serves", kind=version.kind, before=before)
         self._place(version)
 
     def _place(self, version: DrafterVersion) -> None:
@@ -212,12 +206,9 @@ class Drafters:
         speculator = net.build_drafter(self._kinds.trained[kind], setup)
         read, kept = speculator.capture.layers.split(","), setup.layers.split(",")
         if lacking := [name for name in read if name and name not in kept]:
-            raise ConfigError(
-                f"{kind} reads hidden states that are not kept; name them in "
-                "gateway.features.layers",
-                seen=", ".join(lacking),
-                allowed=setup.layers,
-            )
+            message = f"{kind} reads hidden states that are not kept; name them"
+            message += " in gateway.features.layers"
+            raise ConfigError(message, seen=", ".join(lacking), allowed=setup.layers)
         return speculator
 
     def ended(self, batch: base.DraftBatch) -> None:

@@ -48,19 +48,13 @@ class EmbeddedEngine:
         self._grammars = grammars.GrammarMasks(config, model_dir)
         self._build_model(spec, config, sink)
         self._scheduler = prefill.Scheduler(spec.max_batch, spec.prefill_tokens)
-        self._prefixes = prefix_cache.PrefixCache(
-            spec.max_batch,
-            spec.prefix_slots,
-            self._store.kv.capacity,
-            self._store,
-            spec.prefix_tokens,
-            spec.prefix_bytes // self._store.token_bytes,
-        )
+        most = spec.prefix_bytes // self._store.token_bytes
+        sizes = spec.max_batch, spec.prefix_slots, self._store.kv.capacity
+        self._prefixes = prefix_cache.PrefixCache(*sizes, self._store, spec.prefix_tokens, most)
         self._prefill = prefill.Prefill(self._scheduler, self._prefixes, self._store, self._weights)
         self._stopwatch, self._busy = timing.Stopwatch(timing.compute_clock()), timing.Stopwatch()
-        self._decoder = decode.Decoder(
-            self._weights, self._speculation, self._store, self._grammars, self._stopwatch
-        )
+        parts = self._weights, self._speculation, self._store, self._grammars
+        self._decoder = decode.Decoder(*parts, self._stopwatch)
         self._released, self._memory_saver = False, spec.memory_saver
         self._ended = SpeculationStats()
         self._paused = False
@@ -72,10 +66,8 @@ class EmbeddedEngine:
         kinds = drafters.engine_kinds(spec)
         arms = drafters.engine_arms(spec, kinds)
         capacity = self._admission.max_sequence_tokens + drafters.slack(arms.values())
-        profile = profiles.chosen_profile(spec.profile)
-        model = in_place.ServedModel(
-            config, loading.DTYPES[spec.dtype], capacity, profile, start=model_dir
-        )
+        profile, dtype = profiles.chosen_profile(spec.profile), loading.DTYPES[spec.dtype]
+        model = in_place.ServedModel(config, dtype, capacity, profile, start=model_dir)
         policy = model.load(model_dir)
         with torch.inference_mode():
             setup = SpeculatorSetup(
@@ -87,9 +79,8 @@ class EmbeddedEngine:
                 layers=CaptureSpec(inner).layers,
                 answer_versions=spec.answer_versions,
             )
-            self._speculation = speculative.Speculation(
-                spec, arms, drafters.Drafters(kinds, arms.values(), setup)
-            )
+            drafting = drafters.Drafters(kinds, arms.values(), setup)
+            self._speculation = speculative.Speculation(spec, arms, drafting)
             self._store = kv_cache.SlotStore(
                 policy,
                 spec.max_batch + spec.prefix_slots,
@@ -284,26 +275,19 @@ class EmbeddedEngine:
     @cached_property
     def info(self) -> nouns.EngineInfo:
         """See Engine.info."""
-        capabilities = {
-            nouns.Capability.PENALTIES: True,
-            nouns.Capability.PROMPT_LOGPROBS: True,
-            nouns.Capability.CAPTURE: self._store.sink is not None,
-            nouns.Capability.DRAFTER_UPDATE: self._speculation.drafters.trainable,
-            nouns.Capability.JSON_SCHEMA: self._grammars.possible,
-            nouns.Capability.GRAMMARS: self._grammars.possible,
-            nouns.Capability.RELEASE_MEMORY: True,
-            nouns.Capability.PROFILES: True,
+        kinds, structured = nouns.Capability, self._grammars.possible
+        always = {kinds.PENALTIES, kinds.PROMPT_LOGPROBS, kinds.RELEASE_MEMORY, kinds.PROFILES}
+        optional = {
+            kinds.CAPTURE: self._store.sink is not None,
+            kinds.DRAFTER_UPDATE: self._speculation.drafters.trainable,
+            kinds.JSON_SCHEMA: structured,
+            kinds.GRAMMARS: structured,
         }
-        config = self._config
-        return nouns.EngineInfo(
-            config.vocab_size,
-            config.hidden_size,
-            self._admission.max_sequence_tokens,
-            tuple(self._speculation.arms),
-            frozenset(one for one, there in capabilities.items() if there),
-            nouns.RowLayout.entering(config.hidden_size, self._store.inner),
-            self._device_tflops,
-        )
+        capabilities = frozenset(always | {one for one, there in optional.items() if there})
+        config, arms = self._config, tuple(self._speculation.arms)
+        sizes = config.vocab_size, config.hidden_size, self._admission.max_sequence_tokens
+        rows = nouns.RowLayout.entering(config.hidden_size, self._store.inner)
+        return nouns.EngineInfo(*sizes, arms, capabilities, rows, self._device_tflops)
 
     @property
     def versions(self) -> VersionSet:

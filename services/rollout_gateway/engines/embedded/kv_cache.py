@@ -42,14 +42,8 @@ class SlotStore:
         self.rows_dropped = 0
         """Rows that a full sink has dropped."""
         config, dtype, device = weights.config, weights.head.dtype, weights.head.device
-        self.kv = cache.StaticCache(
-            config,
-            layers=config.num_layers,
-            slots=slots,
-            capacity=capacity,
-            dtype=dtype,
-            device=device,
-        )
+        room = {"layers": config.num_layers, "slots": slots, "capacity": capacity}
+        self.kv = cache.StaticCache(config, **room, dtype=dtype, device=device)
         self.token_ids = torch.zeros(slots, capacity, dtype=torch.int64, device=device)
         """int64 [S, C]: the tokens of every slot, undefined after the sequence's end."""
         self.inner = inner
@@ -117,11 +111,8 @@ class SlotStore:
         """
         if self.sink is None:
             return
-        due = [
-            (slot, one)
-            for slot, one in zip(slots, sequences, strict=True)
-            if one.request.capture and one.cached - one.captured >= least
-        ]
+        pairs = [pair for pair in zip(slots, sequences, strict=True) if pair[1].request.capture]
+        due = [(slot, one) for slot, one in pairs if one.cached - one.captured >= least]
         if not due:
             return
         ids = np.array([one.request.request_id for _, one in due], dtype=np.uint64)

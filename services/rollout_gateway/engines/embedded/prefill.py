@@ -8,6 +8,7 @@ The forward runs in padded batches within the token budget.
 
 from collections import deque
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -99,16 +100,14 @@ def leaders_of(
     return leaders
 
 
+@dataclass(eq=False)
 class Prefill:
     """Prepares sequences for decoding: it caches all their tokens except the last."""
 
-    def __init__(
-        self, scheduler: Scheduler, prefixes: PrefixCache, store: SlotStore, weights: EngineWeights
-    ) -> None:
-        self._scheduler = scheduler
-        self._prefixes = prefixes
-        self._store = store
-        self._weights = weights
+    _scheduler: Scheduler
+    _prefixes: PrefixCache
+    _store: SlotStore
+    _weights: EngineWeights
 
     def run(self) -> None:
         """Caches the next part of incomplete prompts, oldest first."""
@@ -120,12 +119,9 @@ class Prefill:
         rows = [self._scheduler.running[slot] for slot in slots]
         leader_of = leaders_of(rows, counts, apart=self._prefixes.closed)
         leaders = sorted(set(leader_of))
-        hidden = self._forward(
-            [slots[row] for row in leaders],
-            [rows[row] for row in leaders],
-            [counts[row] for row in leaders],
-            read=self._store.hidden.shape[-1] > 0 or any(one.scoring for one in rows),
-        )
+        read = self._store.hidden.shape[-1] > 0 or any(one.scoring for one in rows)
+        first, sizes = [slots[row] for row in leaders], [counts[row] for row in leaders]
+        hidden = self._forward(first, [rows[row] for row in leaders], sizes, read=read)
         states = dict(zip(leaders, hidden, strict=False))  # empty if nothing reads them
         head = partial(head_logits, self._weights.policy)
         for row, (leader, sequence, count) in enumerate(zip(leader_of, rows, counts, strict=True)):
@@ -142,14 +138,10 @@ class Prefill:
         requested scores is computed instead.
         """
         running = self._scheduler.running
-        fresh = [
-            slot
-            for slot, sequence in enumerate(running)
-            if sequence.cached == 0 and sequence.lacking > 0 and not sequence.scoring
-        ]
-        if not fresh:
-            return
-        self._prefixes.offer(running)
+        new = [slot for slot, one in enumerate(running) if not one.cached and one.lacking > 0]
+        fresh = [slot for slot in new if not running[slot].scoring]
+        if fresh:
+            self._prefixes.offer(running)
         for slot in fresh:
             self._prefixes.reuse(slot, running[slot])
 

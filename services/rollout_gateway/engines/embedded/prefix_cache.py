@@ -208,9 +208,8 @@ class PrefixCache:
         if not self._shortest <= sequence.cached <= self._most:
             return
         self._stopwatch.start()
-        tokens = np.array(
-            (*sequence.request.prompt, *sequence.tokens)[: sequence.cached], dtype=np.int32
-        )
+        whole = (*sequence.request.prompt, *sequence.tokens)
+        tokens = np.array(whole[: sequence.cached], dtype=np.int32)
         keys = block_keys(tokens)
         place = self._place(tokens, keys)
         if place is not None:

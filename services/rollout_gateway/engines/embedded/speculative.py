@@ -78,11 +78,8 @@ class Speculation:
     @property
     def served(self) -> tuple[str, ...]:
         """Arms that may draft now."""
-        return tuple(
-            name
-            for name, arm in self.arms.items()
-            if not self.drafters.rests(arm.speculator) and name not in self._barred
-        )
+        allowed = [arm for name, arm in self.arms.items() if name not in self._barred]
+        return tuple(arm.name for arm in allowed if not self.drafters.rests(arm.speculator))
 
     def bar(self, arms: Set[str]) -> None:
         """Disable the drafts of these arms, even if forced, from the next round on; "off" is always
@@ -137,12 +134,11 @@ class Speculation:
         for name, members in plan.arms.items():
             arm = self.arms[name]
             if arm.speculator:
-                batch = draft_batch(
-                    [slots[row] for row in members], [rows[row] for row in members], store, version
-                )
+                own, places = [rows[row] for row in members], [slots[row] for row in members]
+                batch = draft_batch(places, own, store, version)
                 speculator = self.drafters.live[arm.speculator]
                 speculator.catch_up(batch)
-                forced = self.forced or any(rows[row].request.forced_arm for row in members)
+                forced = self.forced or any(one.request.forced_arm for one in own)
                 parts.append(DraftPart(members, arm, speculator, batch, bool(forced)))
         return parts
 
@@ -159,9 +155,8 @@ class Speculation:
             divided = [one for part in parts for one in self._divide(part)]
             parts = [_with_noise(part, params, last.device) for part in divided]
         drafted = [replace(part, drafts=self._propose(part)) for part in parts]
-        drafts = verify.merge_drafts(
-            len(last), [(part.members, part.drafts) for part in drafted if part.drafts is not None]
-        )
+        proposed = [(one.members, one.drafts) for one in drafted if one.drafts is not None]
+        drafts = verify.merge_drafts(len(last), proposed)
         if drafts is None or not bool((drafts.tokens >= 0).any()):
             return verify.Nodes(last), []
         return verify.arrange(last, drafts, whole=self.rejection), drafted
@@ -222,9 +217,8 @@ class Speculation:
         for part in parts:
             if part.drafts is not None:
                 drawn = [reached[row] for row in part.members]
-                self.budget.learn(
-                    part.arm.speculator, zip(row_drafts(part.drafts), drawn, strict=True)
-                )
+                became = zip(row_drafts(part.drafts), drawn, strict=True)
+                self.budget.learn(part.arm.speculator, became)
 
     def learn_costs(
         self,
@@ -242,9 +236,8 @@ class Speculation:
         """
         laps = stopwatch.laps
         if plan.single:
-            self.bandit.observe(
-                RoundOutcome(plan.single, plan.situation, taken, stopwatch.seconds, plan.explored)
-            )
+            about, seconds = plan.situation, stopwatch.seconds
+            self.bandit.observe(RoundOutcome(plan.single, about, taken, seconds, plan.explored))
         if self.budget is not None:
             self.budget.cost.learn(nodes, laps["forward"] + laps["sample"])
             if plan.single:
@@ -260,11 +253,8 @@ class Speculation:
         self.drafters.serve(version)
         if self.budget is not None and shift is None:
             self.budget.forget(version.kind)
-        self.bandit.renew(
-            {arm.name for arm in self.arms.values() if arm.speculator == version.kind},
-            Target.DRAFTER,
-            shift,
-        )
+        arms = {arm.name for arm in self.arms.values() if arm.speculator == version.kind}
+        self.bandit.renew(arms, Target.DRAFTER, shift)
 
     def bind(self, target: decoder.DecoderWeights) -> None:
         """Draft for new target weights; the bandit measures their acceptance again."""
@@ -308,10 +298,8 @@ def _with_noise(part: DraftPart, params: sampling.DrawParams, device: torch.devi
 
 def _sampling(part: DraftPart, params: sampling.DrawParams, device: torch.device) -> DraftPart:
     """The part with a sampler that draws drafts as its requests draw."""
-    members = torch.tensor(part.members, device=device)
-    sampler = verify.ChainSampler(
-        params.rows(members), torch.tensor(part.batch.lengths, device=device)
-    )
+    members, lengths = torch.tensor([part.members, part.batch.lengths], device=device)
+    sampler = verify.ChainSampler(params.rows(members), lengths)
     return replace(part, batch=replace(part.batch, sampler=sampler), sampler=sampler)
 
 
@@ -320,6 +308,5 @@ def _followed(verdict: verify.Verdict) -> list[Set[int]]:
     accepted = verdict.accepted.tolist()
     if verdict.path is None:
         return [set(range(count + 1)) for count in accepted]
-    return [
-        set(path[: count + 1]) for path, count in zip(verdict.path.tolist(), accepted, strict=True)
-    ]
+    paths = zip(verdict.path.tolist(), accepted, strict=True)
+    return [set(path[: count + 1]) for path, count in paths]

@@ -106,11 +106,8 @@ class Nodes:
         if self.parents is None:
             return decoder.Layout(kept=self.kept)
         stored = roots[:, None] + torch.arange(self.width, device=roots.device)
-        return decoder.Layout(
-            stored,
-            decoder.tree_visible(roots, ancestors(self.parents, self.deepest), length),
-            self.kept,
-        )
+        visible = decoder.tree_visible(roots, ancestors(self.parents, self.deepest), length)
+        return decoder.Layout(stored, visible, self.kept)
 
     @property
     def deepest(self) -> int:
@@ -200,9 +197,7 @@ def verify(
     V]: logits for the draw instead, see `draw`.
     """
     drawn = sampling.draw(logits, nodes.compute(positions), params, adjusted)
-    tokens, logprobs, gaps = (
-        nodes.spread(part) for part in (drawn.tokens, drawn.logprobs, drawn.gaps)
-    )
+    tokens, logprobs, gaps = map(nodes.spread, (drawn.tokens, drawn.logprobs, drawn.gaps))
     if nodes.parents is None:
         return Verdict(tokens, accepted_drafts(tokens, nodes.tokens[:, 1:]), logprobs, gaps, None)
     path, accepted = draws.follow(tokens, nodes.tokens, nodes.parents)
@@ -233,9 +228,8 @@ class ChainSampler:
         """Draws int64 [B] from q at the level; the most likely tokens at temperature 0."""
         params = self._params
         scores = _scores(logits, params)
-        noise = sampling.gumbel_noise(
-            params.seeds, self._lengths + level, logits.shape[-1], sampling.NoiseStream.DRAFT
-        )
+        at, stream = self._lengths + level, sampling.NoiseStream.DRAFT
+        noise = sampling.gumbel_noise(params.seeds, at, logits.shape[-1], stream)
         noise.masked_fill_((params.temperatures <= 0)[:, None], 0.0)
         self.probs.append(_probabilities(scores, params))
         return noise.add_(scores).argmax(dim=-1)
@@ -262,12 +256,8 @@ def verify_drawn(
     drafts = nodes.tokens[:, 1:]
     child = drafts.clamp(min=0)[:, :, None]
     seeds = params.seeds.view(nodes.tokens.shape)
-    coins = sampling.uniform_of(
-        seeds[:, :-1].flatten(),
-        positions[:, :-1].flatten(),
-        child.flatten(),
-        sampling.NoiseStream.COIN,
-    ).view(drafts.shape)
+    places = seeds[:, :-1].flatten(), positions[:, :-1].flatten(), child.flatten()
+    coins = sampling.uniform_of(*places, sampling.NoiseStream.COIN).view(drafts.shape)
     chance, share = (part[:, :-1].gather(2, child)[:, :, 0] for part in (target, probs))
     follow = (drafts >= 0) & (coins * share < chance)
     accepted = follow.long().cumprod(dim=1).sum(dim=1)

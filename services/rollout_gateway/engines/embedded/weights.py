@@ -4,7 +4,7 @@ A commit writes a policy's numbers over the serving storages (models/in_place.py
 swapped by reference.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.models import in_place, products
@@ -14,28 +14,25 @@ from paceline.services.rollout_gateway.engines.embedded import drafters, specula
 from paceline.services.rollout_gateway.engines.requests.control import PreparedVersions
 from paceline.trajectory import Target, VersionSet
 
+Prepared = in_place.StagedWeights | drafters.DrafterVersion
 
+
+@dataclass(eq=False)
 class EngineWeights:
     """Serving and prepared weights of one engine."""
 
-    def __init__(
-        self,
-        policy: DecoderWeights,
-        speculation: speculative.Speculation,
-        model: in_place.ServedModel,
-        directory: Path,
-    ) -> None:
-        """directory: source of the policy."""
-        self.policy = policy
-        """The serving policy."""
-        self._speculation = speculation
-        self.model = model
-        """The way of serving the policy."""
-        self._directory = directory
-        self._released = False
-        self.prepared: PreparedVersions[in_place.StagedWeights | drafters.DrafterVersion] = (
-            PreparedVersions(model.profile.name if model.profile else "")
-        )
+    policy: DecoderWeights
+    """The serving policy."""
+    _speculation: speculative.Speculation
+    model: in_place.ServedModel
+    """The way of serving the policy."""
+    _directory: Path
+    """Source of the policy."""
+    _released = False
+
+    def __post_init__(self) -> None:
+        profile = self.model.profile.name if self.model.profile else ""
+        self.prepared = PreparedVersions[Prepared](profile)
         """The serving set, and the versions loaded beside it."""
 
     def prepare(self, target: Target, version: int, path: Path, profile: str = "") -> None:

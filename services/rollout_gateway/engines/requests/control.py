@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -91,12 +92,9 @@ class PreparedVersions(Generic[S]):
             if part in prepared:
                 found[target] = prepared[part]
             elif part != serving:
-                raise WeightsError(
-                    f"this {target} version is not prepared",
-                    seen=_words(part),
-                    allowed=", ".join(map(_words, sorted({serving, *prepared}))),
-                    reason="WEIGHTS_NOT_PREPARED",
-                )
+                message, reason = f"this {target} version is not prepared", "WEIGHTS_NOT_PREPARED"
+                allowed = ", ".join(map(_words, sorted({serving, *prepared})))
+                raise WeightsError(message, seen=_words(part), allowed=allowed, reason=reason)
 
         return found
 
@@ -116,36 +114,37 @@ def _words(part: Part) -> str:
     return f"{version} under {profile}" if profile else str(version)
 
 
+def demands(sampling: Sampling) -> dict[Capability, str]:
+    """The parameters that need a capability, as an error names them; empty: none does."""
+    adjusting = "a penalty or logit_bias" if sampling.adjusted else ""
+    if sampling.confined:
+        adjusting = "min_tokens" if sampling.min_tokens else "allowed_token_ids"
+    structured = structures.beyond_json(sampling)
+    return {
+        Capability.PENALTIES: adjusting,
+        Capability.PROMPT_LOGPROBS: "prompt_logprobs" if sampling.scored else "",
+        Capability.JSON_SCHEMA: "response_format" if sampling.json_schema else "",
+        Capability.GRAMMARS: "structured_outputs or a strict tool" if structured else "",
+    }
+
+
 def check_capabilities(engine: str, capabilities: Collection[Capability], request: Request) -> None:
     """Raises MissingCapability for a request that needs an undeclared capability of the engine."""
-    asked = {
-        Capability.CAPTURE: request.capture,
-        Capability.PENALTIES: request.sampling.adjusted,
-        Capability.PROMPT_LOGPROBS: request.sampling.scored,
-        Capability.JSON_SCHEMA: bool(request.sampling.json_schema),
-        Capability.GRAMMARS: structures.beyond_json(request.sampling),
-    }
+    asked = {Capability.CAPTURE: request.capture, **demands(request.sampling)}
     for capability, wanted in asked.items():
         if wanted and capability not in capabilities:
             raise missing(engine, capability)
 
 
+@dataclass(eq=False)
 class Admission:
     """Turns requests into sequences."""
 
-    def __init__(
-        self,
-        vocab_size: int,
-        eos_token_ids: Sequence[int],
-        tokenizer: Path,
-        max_sequence_tokens: int,
-    ) -> None:
-        """tokenizer: path of a tokenizer.json, which stop strings need."""
-        self.max_sequence_tokens = max_sequence_tokens
-        self._vocab_size = vocab_size
-        self._eos = eos_token_ids
-        self._tokenizer_path = tokenizer
-        self._words: tuple[Tokenizer, stop_texts.TokenNames] | None = None
+    _vocab_size: int
+    _eos: Sequence[int]
+    _tokenizer_path: Path  # of a tokenizer.json, which stop strings need
+    max_sequence_tokens: int
+    _words: tuple[Tokenizer, stop_texts.TokenNames] | None = None
 
     @classmethod
     def of_model(cls, config: ModelConfig, model_dir: Path, max_sequence_tokens: int) -> Admission:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from paceline.models import sampling
-from paceline.services.rollout_gateway.engines.nouns import PromptScore
 from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
 from paceline.services.rollout_gateway.engines.sampling import Sampling
+from paceline.services.rollout_gateway.engines.worker import wire
+from paceline.v1 import engine_pb2 as pb
 
 
 def follow(drawn: Tensor, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,10 +36,8 @@ def follow(drawn: Tensor, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tens
     # Siblings differ, so the reached nodes are one path in ascending order. A node's rank is
     # therefore its depth.
     ranks = reached.long().cumsum(dim=1) - 1
-    path = torch.zeros_like(tokens)
-    path.scatter_add_(
-        1, ranks, torch.where(reached, torch.arange(tokens.shape[1], device=tokens.device), 0)
-    )
+    nodes = torch.arange(tokens.shape[1], device=tokens.device)
+    path = torch.zeros_like(tokens).scatter_add_(1, ranks, torch.where(reached, nodes, 0))
     return path, reached.sum(dim=1) - 1
 
 
@@ -84,11 +84,8 @@ class Penalties:
         token_ids int64 [B, Q] and parents: the draft nodes, see node_counts. ahead: row -> response
         tokens that are drawn and not yet in its sequence.
         """
-        asking = {
-            row: one
-            for row, one in enumerate(rows)
-            if one is not None and one.request.sampling.adjusted
-        }
+        known = {row: one for row, one in enumerate(rows) if one is not None}
+        asking = {row: one for row, one in known.items() if one.request.sampling.adjusted}
         if not asking:
             return None
         adjusted = logits.to(torch.float32, copy=True)
@@ -99,15 +96,11 @@ class Penalties:
             base = torch.stack([one.counts for one in counted_rows])
             for place, row in enumerate(counting):
                 _count_(base[place], (ahead or {}).get(row, ()))
-            counts = sampling.node_counts(
-                base, token_ids[index], None if parents is None else parents[index]
-            )
+            above = None if parents is None else parents[index]
+            counts = sampling.node_counts(base, token_ids[index], above)
             holds = torch.stack([one.prompt_holds for one in counted_rows])
-            asked = [one.request.sampling for one in counting.values()]
-            strengths = [
-                (one.repetition_penalty, one.frequency_penalty, one.presence_penalty)
-                for one in asked
-            ]
+            read = attrgetter("repetition_penalty", "frequency_penalty", "presence_penalty")
+            strengths = [read(one.request.sampling) for one in counting.values()]
             adjusted[index] = sampling.penalised(logits[index], holds, counts, strengths)
 
         confined = any(one.request.sampling.confined for one in asking.values())
@@ -189,20 +182,23 @@ def score_prompt(
     for start in range(0, len(tokens), SCORED_ROWS):
         wanted = tokens[start : start + SCORED_ROWS]
         logits = head(hidden[start : start + len(wanted)])
-        scores += _scores(
-            logits, wanted.to(logits.device), asked.temperature, asked.prompt_logprobs
-        )
+        wanted = wanted.to(logits.device)
+        scores += _scores(logits, wanted, asked.temperature, asked.prompt_logprobs)
 
 
-def _scores(logits: Tensor, tokens: Tensor, temperature: float, count: int) -> list[PromptScore]:
+def _scores(logits: Tensor, tokens: Tensor, temperature: float, count: int) -> list[pb.PromptScore]:
     """Scores of tokens int64 [n] under logits [n, V], with `count` alternatives each."""
     temperatures = torch.full((len(tokens),), temperature, device=logits.device)
     logprobs = sampling.behavior_logprobs(logits, temperatures)
     chosen = logprobs.gather(1, tokens[:, None])
     ranks = (logprobs > chosen).sum(dim=1) + 1
     tops = sampling.top_alternatives(logits, temperature, count) if count else [()] * len(tokens)
-    columns = (chosen[:, 0].tolist(), ranks.tolist(), tops)
-    return [PromptScore(*one) for one in zip(*columns, strict=True)]
+    found = []
+    for logprob, rank, top in zip(chosen[:, 0].tolist(), ranks.tolist(), tops, strict=True):
+        found.append(pb.PromptScore(logprob=logprob, rank=rank))
+        if top:
+            found[-1].top.CopyFrom(wire.alternatives_to(top))
+    return found
 
 
 class DrawTable:
@@ -221,10 +217,7 @@ class DrawTable:
         """
         if self._params is None or key != self._key:
             self._key = key
-            self._params = sampling.DrawParams.of(
-                [one.seed for one in rows],
-                [one.temperature for one in rows],
-                device=device,
-                **{name: [getattr(one, name) for one in rows] for name in sampling.MASKS},
-            )
+            masks = {name: [getattr(one, name) for one in rows] for name in sampling.MASKS}
+            seeds, temperatures = [one.seed for one in rows], [one.temperature for one in rows]
+            self._params = sampling.DrawParams.of(seeds, temperatures, device=device, **masks)
         return self._params

@@ -51,11 +51,8 @@ class GrammarTokens:
             raise InvalidInput(message) from error
         found = tokenizer.token_bytes(self._within)
         lost = [] if kinds == ("ByteLevel",) else tokenizer.lost_at_front(self._within, found)
-        self.special = {
-            token.content: token_id
-            for token_id, token in self._within.get_added_tokens_decoder().items()
-            if token.special
-        }
+        added = self._within.get_added_tokens_decoder().items()
+        self.special = {token.content: token_id for token_id, token in added if token.special}
         """Special tokens by name."""
         self._within.encode_special_tokens = True  # the name of a special token is text here
         # A model's vocabulary is often padded beyond its tokenizer's.
@@ -70,9 +67,9 @@ class GrammarTokens:
         self.special_token_ids = sorted({*self.special.values(), *eos_token_ids})
         self.eos_token_id = eos_token_ids[0]
         self.bos_token_id = None
-        self.guide: LLTokenizer = LLTokenizer(
-            TokenizerWrapper(self), eos_token=list(eos_token_ids), slices=LLTokenizer.json_slices()
-        )
+        wrapped, slices = TokenizerWrapper(self), LLTokenizer.json_slices()
+        ends = list(eos_token_ids)
+        self.guide: LLTokenizer = LLTokenizer(wrapped, eos_token=ends, slices=slices)
         """The tokens for a matcher; llguidance calls `__call__` to tokenize a text."""
 
     def __call__(self, text: bytes) -> list[int]:
@@ -126,11 +123,8 @@ class GrammarJudge:
 
         if fault is None:
             self.close()
-            raise structures.GrammarFault(
-                f"its grammar was not built within {deadline_s:g} s and "
-                f"{MAX_ADDRESS_BYTES >> 30} GiB"
-            )
-
+            limits = f"{deadline_s:g} s and {MAX_ADDRESS_BYTES >> 30} GiB"
+            fault = f"its grammar was not built within {limits}"
         if fault:
             raise structures.GrammarFault(fault)
 
@@ -142,12 +136,9 @@ class GrammarJudge:
 
     def _start(self) -> subprocess.Popen[bytes]:
         module = "paceline.services.rollout_gateway.engines.requests.grammar_judge"
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, *self._arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=processes.child_environment(),
-        )
+        command, pipe = [sys.executable, "-m", module, *self._arguments], subprocess.PIPE
+        environment = processes.child_environment()
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment)
         self._process, self._finalizer = process, weakref.finalize(self, _end, process)
         deadline_s = patience.patient(START_DEADLINE_S)
         if self._answer(process, deadline_s) is None:

@@ -50,6 +50,12 @@ Allowed = npt.NDArray[np.uint8]
 """[ceil(V / 8)] bitmask of tokens that may follow, lowest bit first."""
 
 
+Tree = dict[int, list[int]]
+"""Children of each node."""
+Masks = dict[int, Allowed]
+"""Allowed tokens at each node."""
+
+
 @dataclass(slots=True)
 class _Followed:
     """Progress of one response in its grammar."""
@@ -206,7 +212,7 @@ class GrammarMasks:
         for (row, sequence), drafts, above in zip(
             rows.items(), tokens[index].tolist(), parents[index].tolist(), strict=True
         ):
-            children: dict[int, list[int]] = {}
+            children: Tree = {}
             for node in range(1, len(drafts)):
                 if drafts[node] >= 0 and above[node] >= 0:
                     children.setdefault(above[node], []).append(node)
@@ -226,12 +232,7 @@ class GrammarMasks:
         forbid_(logits, place if kept is None else torch.searchsorted(kept, place), masks)
 
     def _descend(
-        self,
-        matcher: LLMatcher,
-        tokens: Sequence[int],
-        children: dict[int, list[int]],
-        node: int,
-        masks: dict[int, Allowed],
+        self, matcher: LLMatcher, tokens: Sequence[int], children: Tree, node: int, masks: Masks
     ) -> None:
         """Add the masks below a node. The matcher is at this node before and after the call."""
         for child in children.get(node, ()):
@@ -262,10 +263,8 @@ def _move(matcher: LLMatcher, before: Sequence[int], now: Sequence[int]) -> bool
 
     Draws that a request has lost are drawn again, and may then differ.
     """
-    alike = next(
-        (index for index, pair in enumerate(zip(before, now, strict=False)) if pair[0] != pair[1]),
-        min(len(before), len(now)),
-    )
+    parted = (at for at, (a, b) in enumerate(zip(before, now, strict=False)) if a != b)
+    alike = next(parted, min(len(before), len(now)))
     back, new = len(before) - alike, list(now[alike:])
     if (back and not matcher.rollback(back)) or (new and not matcher.consume_tokens(new)):
         raise structures.GrammarFault(matcher.get_error())

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from paceline.services.rollout_gateway.engines import nouns
 from paceline.services.rollout_gateway.engines.requests.stop_texts import StopText
 from paceline.trajectory import DrawSpan, SpeculationStats, VersionSpan, merged
+from paceline.v1 import engine_pb2 as pb
 
 QUEUE, PREFILL, DECODE = "queue", "prefill", "decode"
 DECODE_STAGES = 12
@@ -60,7 +61,7 @@ class Stages:
         stage[4] += tokens
         self._last = now
 
-    def times(self, prompt_tokens: int) -> tuple[nouns.StageTime, ...]:
+    def times(self, prompt_tokens: int) -> tuple[pb.StageTime, ...]:
         """All stages so far, ordered by their start.
 
         prompt_tokens: prompt tokens that were computed for the request, not copied.
@@ -72,16 +73,17 @@ class Stages:
             start = self._admitted or self._enqueued
             found.append(_between(PREFILL, start, self._cached, prompt_tokens))
         for (arm, version), (start, end, busy, rounds, tokens) in self._rounds.items():
-            found.append(
-                nouns.StageTime(DECODE, arm, version, start, end, busy / 1e9, rounds, tokens)
-            )
+            one = pb.StageTime(stage=DECODE, arm=arm, policy_version=version, rounds=rounds)
+            one.MergeFrom(pb.StageTime(start_ns=start, end_ns=end, tokens=tokens))
+            one.busy_s = busy / 1e9
+            found.append(one)
         return tuple(found)
 
 
-def _between(stage: str, start_ns: int, end_ns: int, tokens: int = 0) -> nouns.StageTime:
-    return nouns.StageTime(
-        stage, start_ns=start_ns, end_ns=end_ns, busy_s=(end_ns - start_ns) / 1e9, tokens=tokens
-    )
+def _between(stage: str, start_ns: int, end_ns: int, tokens: int = 0) -> pb.StageTime:
+    one = pb.StageTime(stage=stage, start_ns=start_ns, end_ns=end_ns, tokens=tokens)
+    one.busy_s = (end_ns - start_ns) / 1e9
+    return one
 
 
 class DrawnBy(NamedTuple):
@@ -119,7 +121,7 @@ class RunningSequence:
     stale: bool = False  # part of the cache was computed under an earlier policy
     reported: int = 0  # response tokens already reported
     # scores of the prompt's tokens from the second on, if requested; None once reported
-    prompt_scores: list[nouns.PromptScore] | None = field(default_factory=list)
+    prompt_scores: list[pb.PromptScore] | None = field(default_factory=list)
     smallest_gap: float = float("inf")
     finish: nouns.Finish | None = None
     error: str = ""  # reason, when the request ends by a fault of its own
@@ -254,7 +256,7 @@ class RunningSequence:
         """Whether log-probs of the prompt have yet to be computed or reported."""
         return self.request.sampling.scored and self.prompt_scores is not None
 
-    def _new_scores(self) -> tuple[nouns.PromptScore, ...]:
+    def _new_scores(self) -> tuple[pb.PromptScore, ...]:
         """The prompt's scores, once they are complete."""
         scores = self.prompt_scores
         if scores is None or len(scores) < len(self.request.prompt) - 1:

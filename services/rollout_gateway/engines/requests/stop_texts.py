@@ -16,12 +16,10 @@ class TokenNames:
 
     def __init__(self, tokenizer: Tokenizer, end_ids: Collection[int] = ()) -> None:
         """`end_ids`: tokens that end a response."""
-        added = tokenizer.get_added_tokens_decoder()
-        self._texts = {
-            token_id: token.content
-            for token_id, token in added.items()
-            if token.special or token_id in end_ids or _MARK.fullmatch(token.content)
-        }
+        self._texts: dict[int, str] = {}
+        for token_id, token in tokenizer.get_added_tokens_decoder().items():
+            if token.special or token_id in end_ids or _MARK.fullmatch(token.content):
+                self._texts[token_id] = token.content
 
     def among(self, token_ids: Iterable[int]) -> frozenset[str]:
         """Names of the given tokens."""

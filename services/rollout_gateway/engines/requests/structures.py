@@ -125,11 +125,9 @@ def structure_of(sampling: Sampling) -> Structure | None:
         message = f"{FIELDS[asked[1]]} goes with no other demand on the response"
         seen = ", ".join(FIELDS[name] for name in asked)
         raise InvalidInput(message, seen=seen, allowed="one of them")
-    kind = asked[0]
+    kind, text = asked[0], getattr(sampling, asked[0])
     if kind == "choice":
-        text = json.dumps(sampling.choice, ensure_ascii=False)
-    else:
-        text = getattr(sampling, kind)
+        text = json.dumps(text, ensure_ascii=False)
     found = Structure(kind, text, sampling.free_until)
     _check(found, sampling)
     return found
@@ -182,12 +180,9 @@ def parse_schema(structure: Structure) -> dict[str, Any]:
 
 def _behind(after: str, token: int | None, grammar: str) -> str:
     """The grammar after free text, the end of that text and a little white space."""
-    inner = (
-        json.loads(grammar)["grammars"]
-        if grammar.lstrip().startswith("{")
-        else [{"lark_grammar": grammar}]
-    )
-    inner[0] = {**inner[0], "name": "answer"}
+    in_json = grammar.lstrip().startswith("{")
+    inner = json.loads(grammar)["grammars"] if in_json else [{"lark_grammar": grammar}]
+    inner[0]["name"] = "answer"
     as_token = f" | TEXT? <[{token}]>" if token is not None else ""
     lines = (
         f"start: (ended{as_token}) SPACE? @answer",

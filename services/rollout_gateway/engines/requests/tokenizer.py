@@ -77,12 +77,10 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
     for token, text in enumerate(texts):
         wanted = before + found[token].decode(errors="replace") + around
         if text != wanted and found[token]:
-            raise InvalidInput(
-                f"token {token} of the tokenizer cannot be spelled in bytes: its decoder "
-                f"{' + '.join(spelling.kinds)} makes another text of it",
-                seen=repr(text),
-                allowed=repr(wanted),
-            )
+            stages = " + ".join(spelling.kinds)
+            message = f"token {token} of the tokenizer cannot be spelled in bytes: its decoder"
+            message += f" {stages} makes another text of it"
+            raise InvalidInput(message, seen=repr(text), allowed=repr(wanted))
     return found
 
 
@@ -95,11 +93,8 @@ def lost_at_front(tokenizer: Tokenizer, spelled: Sequence[bytes]) -> list[int]:
     plain = _plain_token(tokenizer, spelled)
     texts = _texts(tokenizer, [[token, plain] for token in range(len(spelled))])
     behind = spelled[plain].decode()
-    return [
-        token
-        for token, text in enumerate(texts)
-        if text != spelled[token].decode(errors="replace") + behind
-    ]
+    wanted = [one.decode(errors="replace") + behind for one in spelled]
+    return [token for token, text in enumerate(texts) if text != wanted[token]]
 
 
 def _flat(stage: dict[str, Any]) -> list[dict[str, Any]]:
@@ -119,11 +114,9 @@ def _plain_token(tokenizer: Tokenizer, spelled: Sequence[bytes]) -> int:
 
     Byte tokens are excluded, because a decoder joins neighbouring byte tokens into one character.
     """
-    ascii_only = [
-        token
-        for token, one in enumerate(spelled)
-        if one and one.isascii() and not _BYTE.fullmatch(tokenizer.id_to_token(token))
-    ]
+    plain = [token for token, one in enumerate(spelled) if one and one.isascii()]
+    names = {token: tokenizer.id_to_token(token) for token in plain}
+    ascii_only = [token for token, name in names.items() if not _BYTE.fullmatch(name)]
     words = [token for token in ascii_only if spelled[token].strip().isalnum()]
     if not ascii_only:
         raise InvalidInput("the tokenizer holds no token of ASCII characters", allowed="some")

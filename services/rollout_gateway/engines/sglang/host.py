@@ -35,12 +35,8 @@ CPU_KERNELS = Path(paceline.__file__).resolve().parents[2] / "tests/sglang/cpu_k
 """SGLang's kernels in plain torch for machines without a GPU. Only a checkout contains them."""
 CONTEXT_MARGIN = 8
 """Positions SGLang keeps free beyond the longest request."""
-BACKENDS = (
-    "attention_backend",
-    "prefill_attention_backend",
-    "decode_attention_backend",
-    "speculative_draft_attention_backend",
-)
+_ROLES = ("", "prefill_", "decode_", "speculative_draft_")
+BACKENDS = tuple(f"{role}attention_backend" for role in _ROLES)
 """SGLang's arguments that name an attention backend."""
 KV_MARGIN = 64
 """KV slots that a request needs beyond its tokens, for drafts."""
@@ -54,12 +50,9 @@ def check_installed() -> str:
     try:
         found = version("sglang")
     except PackageNotFoundError:
-        raise ConfigError(
-            "engine.kind=sglang needs SGLang",
-            seen="not installed",
-            allowed=f"pip install 'paceline[sglang]' on a GPU machine, make setup-sglang on "
-            f"others ({RELEASE})",
-        ) from None
+        allowed = "pip install 'paceline[sglang]' on a GPU machine, make setup-sglang on others"
+        message, allowed = "engine.kind=sglang needs SGLang", f"{allowed} ({RELEASE})"
+        raise ConfigError(message, seen="not installed", allowed=allowed) from None
     if found != RELEASE:
         raise ConfigError("this release of SGLang is not supported", seen=found, allowed=RELEASE)
     return found
@@ -83,16 +76,14 @@ def environment(spec: SGLangSpec, *, cuda: bool) -> dict[str, str]:
             allowed = "a machine with a GPU, or git clone and make setup-sglang"
             raise ConfigError(message, seen=f"no {CPU_KERNELS}", allowed=allowed)
         cores = sorted(os.sched_getaffinity(0))
-        ranks = range(spec.tensor_parallel_size)
+        own = (cores[rank % len(cores)] for rank in range(spec.tensor_parallel_size))
         path = [str(CPU_KERNELS), *filter(None, [os.environ.get("PYTHONPATH", "")])]
         values |= {
             "SGLANG_USE_CPU_ENGINE": "1",
             # compiling SGLang's top-k selection takes seconds, in rounds that the bandit measures
             "TORCHDYNAMO_DISABLE": "1",
             "PYTHONPATH": os.pathsep.join(path),
-            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(
-                str(cores[rank % len(cores)]) for rank in ranks
-            ),
+            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, own)),
         }
 
     return values
@@ -154,17 +145,12 @@ def speculation(spec: SGLangSpec) -> dict[str, Any]:
     if len(arms.arms) == 1:
         return {}
     shape = arms.maximum
-    values: dict[str, Any] = {
-        "speculative_algorithm": SGLANG[spec.speculator].algorithm,
-        "speculative_num_draft_tokens": shape.draft_tokens,
-    }
+    values: dict[str, Any] = {"algorithm": SGLANG[spec.speculator].algorithm}
+    values["num_draft_tokens"] = shape.draft_tokens
     if spec.drafter_dir:
-        values |= {
-            "speculative_draft_model_path": spec.drafter_dir,
-            "speculative_num_steps": shape.steps,
-            "speculative_eagle_topk": shape.topk,
-        }
-    return values
+        values |= {"num_steps": shape.steps, "eagle_topk": shape.topk}
+        values["draft_model_path"] = spec.drafter_dir
+    return {f"speculative_{name}": value for name, value in values.items()}
 
 
 def complete_drafter(spec: SGLangSpec, folder: Path) -> SGLangSpec:

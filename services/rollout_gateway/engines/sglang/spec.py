@@ -118,37 +118,28 @@ class SGLangConfig(Config):
     def _one_scheduler_decides(self) -> Self:
         check_arguments(self.arguments)
         if self.profile and self.arguments.get("quantization"):
-            raise ConfigError(
-                "gateway.engine.sglang.profile chooses how SGLang rounds; unset "
-                "gateway.engine.sglang.arguments.quantization",
-                seen=self.arguments["quantization"],
-                allowed=f"none beside profile={self.profile}",
-            )
-        if self.tensor_parallel_size % self.expert_parallel_size:
-            raise ConfigError(
-                "gateway.engine.sglang.expert_parallel_size does not divide tensor_parallel_size",
-                seen=self.expert_parallel_size,
-                allowed=f"a divisor of {self.tensor_parallel_size}",
-            )
+            rounds = "gateway.engine.sglang.profile chooses how SGLang rounds"
+            message = f"{rounds}; unset gateway.engine.sglang.arguments.quantization"
+            seen, allowed = self.arguments["quantization"], f"none beside profile={self.profile}"
+            raise ConfigError(message, seen=seen, allowed=allowed)
+        name = "gateway.engine.sglang.expert_parallel_size"
+        groups, gpus = self.expert_parallel_size, self.tensor_parallel_size
+        if gpus % groups:
+            message = f"{name} does not divide tensor_parallel_size"
+            raise ConfigError(message, seen=groups, allowed=f"a divisor of {gpus}")
         backend = self.arguments.get("moe_a2a_backend", "none")
-        if backend != "none" and self.expert_parallel_size != self.tensor_parallel_size:
-            raise ConfigError(
-                f"moe_a2a_backend={backend} divides experts over all GPUs of a worker; set "
-                "gateway.engine.sglang.expert_parallel_size",
-                seen=self.expert_parallel_size,
-                allowed=f"{self.tensor_parallel_size} (tensor_parallel_size)",
-            )
+        if backend != "none" and groups != gpus:
+            why = f"moe_a2a_backend={backend} divides experts over all GPUs of a worker"
+            allowed = f"{gpus} (tensor_parallel_size)"
+            raise ConfigError(f"{why}; set {name}", seen=groups, allowed=allowed)
         return self
 
     def check_dtype(self, dtype: str) -> None:
         """Raises ConfigError when the profile does not support a dtype."""
         if self.profile and dtype != "bfloat16":
-            raise ConfigError(
-                f"gateway.engine.sglang.profile={self.profile} is not served in this "
-                "gateway.engine.dtype",
-                seen=dtype,
-                allowed="bfloat16",
-            )
+            profile = f"gateway.engine.sglang.profile={self.profile}"
+            message = f"{profile} is not served in this gateway.engine.dtype"
+            raise ConfigError(message, seen=dtype, allowed="bfloat16")
 
     def check_model(self, experts: int) -> None:
         """Raises ConfigError when a profile is set for a model with experts.
@@ -261,12 +252,9 @@ def row_layout(spec: SGLangSpec) -> RowLayout:
         return RowLayout.last(hidden_size)
     drafter = read_config_json(Path(spec.drafter_dir)) if spec.drafter_dir else {}
     inner = SPECULATORS[spec.speculator].inner_layers(drafter, layers)
-    if (
-        inner
-        and spec.drafter_dir  # a newly initialized drafter names its layers
-        and layers < SHALLOWEST
-        and not (drafter.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    ):
+    named = (drafter.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    # a newly initialized drafter names its layers
+    if inner and spec.drafter_dir and layers < SHALLOWEST and not named:
         message = "EAGLE-3 in SGLang: the model is too shallow"
         raise ConfigError(message, seen=layers, allowed=f">= {SHALLOWEST} layers")
 

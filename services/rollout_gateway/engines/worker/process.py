@@ -112,9 +112,8 @@ def _enqueue(engine: base.CommandedEngine, message: pb.EngineRequest) -> Sequenc
     except PacelineError as error:
         # The gateway handles errors by their class, and an error's own reason may be narrower.
         refused = f"{type(error).reason}: {error}"
-        return [
-            nouns.Chunk(message.request_id, (), (), (), finish=nouns.Finish.ERROR, error=refused)
-        ]
+        ended = nouns.Finish.ERROR
+        return [nouns.Chunk(message.request_id, (), (), (), finish=ended, error=refused)]
     return ()
 
 
@@ -250,10 +249,9 @@ class Worker:
         except Exception as error:
             self._faults += 1
             text = f"{type(error).__name__}: {error}"
-            ended = self._engine.abort(None)
-            self._peer.chunks += [
-                dataclasses.replace(chunk, finish=nouns.Finish.ERROR, error=text) for chunk in ended
-            ]
+            for chunk in self._engine.abort(None):
+                last = dataclasses.replace(chunk, finish=nouns.Finish.ERROR, error=text)
+                self._peer.chunks.append(last)
             if self._faults >= FAULTS_UNTIL_BROKEN:
                 self._peer.flush()
                 raise base.EngineBroken(text) from error

@@ -32,15 +32,9 @@ RowArray = npt.NDArray[Any]
 
 def row_dtype(row_bytes: int) -> np.dtype[Any]:
     """One row: request, policy version, absolute position, its token, bytes of its state."""
-    return np.dtype(
-        [
-            ("request_id", "<u8"),
-            ("policy_version", "<u8"),
-            ("position", "<u4"),
-            ("token_id", "<u4"),
-            ("hidden", "u1", (row_bytes,)),
-        ]
-    )
+    numbers = [("request_id", "<u8"), ("policy_version", "<u8")]
+    numbers += [("position", "<u4"), ("token_id", "<u4")]
+    return np.dtype([*numbers, ("hidden", "u1", (row_bytes,))])
 
 
 class RowRing:

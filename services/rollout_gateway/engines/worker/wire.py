@@ -22,9 +22,8 @@ def _numbers(kind: type[E], wire_enum: Any, prefix: str) -> dict[Any, E]:
     return {wire_enum.Value(f"{prefix}_{noun.name}"): noun for noun in kind}
 
 
-FINISH: dict[nouns.Finish, Any] = {
-    noun: tpb.FinishReason.Value(f"FINISH_REASON_{noun.name}") for noun in nouns.Finish
-}
+_FINISHES = _numbers(nouns.Finish, tpb.FinishReason, "FINISH_REASON")
+FINISH: dict[nouns.Finish, Any] = {noun: value for value, noun in _FINISHES.items()}
 PAUSE_MODES = _numbers(nouns.PauseMode, pb.PauseMode, "PAUSE_MODE")
 TARGETS = _numbers(Target, pb.WeightTarget, "WEIGHT_TARGET")
 
@@ -74,12 +73,11 @@ def rows_from(message: pb.WorkerReady) -> nouns.RowLayout:
 
 def spans_from(kind: type[Span], spans: Sequence[Any], shift: int = 0) -> tuple[Span, ...]:
     """Spans shifted by `shift` tokens; equal neighbours are merged."""
-    return tuple(
-        dataclasses.replace(
-            messages.from_message(kind, one), start=one.start + shift, end=end + shift
-        )
-        for one, end in runs(kind, spans)
-    )
+    found = []
+    for one, end in runs(kind, spans):
+        span, start = messages.from_message(kind, one), one.start + shift
+        found.append(dataclasses.replace(span, start=start, end=end + shift))
+    return tuple(found)
 
 
 def sampling_from(message: tpb.SamplingParams) -> Sampling:
@@ -126,20 +124,12 @@ def request_from(message: pb.EngineRequest) -> nouns.Request:
 def request_to(request: nouns.Request) -> pb.EngineRequest:
     fields = messages.shared_fields(request, pb.EngineRequest)
     fields["sampling"] = sampling_to(request.sampling)
-    return pb.EngineRequest(
-        **fields, prompt_token_ids=request.prompt, response_token_ids=request.response
-    )
+    fields |= {"prompt_token_ids": request.prompt, "response_token_ids": request.response}
+    return pb.EngineRequest(**fields)
 
 
-_ON_LAST = {
-    "error",
-    "speculation",
-    "cached_prompt_tokens",
-    "smallest_gap",
-    "time_to_first_token_s",
-    "matched_stop",
-    "stages",
-}
+_WHOLE = {"cached_prompt_tokens", "smallest_gap", "time_to_first_token_s"}
+_ON_LAST = {"error", "speculation", "matched_stop", "stages", *_WHOLE}
 """Fields that only the last chunk of a request has."""
 
 
@@ -147,22 +137,13 @@ def chunk_to(chunk: nouns.Chunk) -> pb.TokenChunk:
     fields = messages.shared_fields(chunk, pb.TokenChunk) | {
         "version_spans": [messages.to_message(one, tpb.VersionSpan) for one in chunk.version_spans],
         "draw_spans": [messages.to_message(one, tpb.DrawSpan) for one in chunk.draw_spans],
-        "top_logprobs": [_alternatives_to(row) for row in chunk.top_logprobs],
-        "prompt_scores": [
-            pb.PromptScore(
-                logprob=one.logprob,
-                rank=one.rank,
-                top=_alternatives_to(one.top) if one.top else None,
-            )
-            for one in chunk.prompt_scores
-        ],
+        "top_logprobs": [alternatives_to(row) for row in chunk.top_logprobs],
     }
     if chunk.finish is None:
         return pb.TokenChunk(**{k: one for k, one in fields.items() if k not in _ON_LAST})
     fields["speculation"] = messages.stats_to_proto(chunk.speculation)
-    fields["stages"] = [messages.to_message(one, pb.StageTime) for one in chunk.stages]
     return pb.TokenChunk(**fields, finish_reason=FINISH[chunk.finish])
 
 
-def _alternatives_to(row: Sequence[tuple[int, float]]) -> pb.TopLogprobs:
+def alternatives_to(row: Sequence[tuple[int, float]]) -> pb.TopLogprobs:
     return pb.TopLogprobs(token_ids=[t for t, _ in row], logprobs=[p for _, p in row])

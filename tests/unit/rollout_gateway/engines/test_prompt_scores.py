@@ -15,9 +15,10 @@ from paceline.services.rollout_gateway.engines.base import Engine
 from paceline.services.rollout_gateway.engines.embedded import prefill
 from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from paceline.services.rollout_gateway.engines.nouns import Chunk, PauseMode, PromptScore, Request
+from paceline.services.rollout_gateway.engines.nouns import Chunk, PauseMode, Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.trajectory import Target, VersionSet
+from paceline.v1.engine_pb2 import PromptScore
 
 PROMPT = tuple(random.Random(3).randrange(3, 97) for _ in range(70))
 

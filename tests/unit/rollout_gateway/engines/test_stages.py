@@ -7,14 +7,22 @@ from itertools import count
 
 import pytest
 
-from paceline.services.rollout_gateway.engines.nouns import StageTime
 from paceline.services.rollout_gateway.engines.requests.sequence import DECODE_STAGES, Stages
+from paceline.v1.engine_pb2 import StageTime
 
 
 def ticking(times: list[int]) -> Stages:
     """Stages that find these times, in this order."""
     left: Iterator[int] = iter(times)
     return Stages(lambda: next(left))
+
+
+def decoded(
+    arm: str, start_ns: int, end_ns: int, busy_s: float, rounds: int, tokens: int
+) -> StageTime:
+    one = StageTime(stage="decode", arm=arm, policy_version=3, start_ns=start_ns, end_ns=end_ns)
+    one.MergeFrom(StageTime(busy_s=busy_s, rounds=rounds, tokens=tokens))
+    return one
 
 
 def test_a_wait_a_prompt_and_rounds_of_two_arms_share_all_of_a_requests_time() -> None:
@@ -25,10 +33,10 @@ def test_a_wait_a_prompt_and_rounds_of_two_arms_share_all_of_a_requests_time() -
     stages.round("eagle:5_1_6", 3, 4)
     stages.round("off", 3, 1)
     assert stages.times(prompt_tokens=7) == (
-        StageTime("queue", start_ns=10, end_ns=15, busy_s=5e-9),
-        StageTime("prefill", start_ns=15, end_ns=40, busy_s=25e-9, tokens=7),
-        StageTime("decode", "off", 3, 40, 75, 15e-9, 2, 2),
-        StageTime("decode", "eagle:5_1_6", 3, 50, 70, 20e-9, 1, 4),
+        StageTime(stage="queue", start_ns=10, end_ns=15, busy_s=5e-9),
+        StageTime(stage="prefill", start_ns=15, end_ns=40, busy_s=25e-9, tokens=7),
+        decoded("off", 40, 75, 15e-9, 2, 2),
+        decoded("eagle:5_1_6", 50, 70, 20e-9, 1, 4),
     )
     assert sum(one.busy_s for one in stages.times(7)) == pytest.approx((75 - 10) / 1e9)
 

@@ -15,7 +15,7 @@ from paceline.local.patience import patient
 from paceline.services.rollout_gateway.config import SessionsConfig
 from paceline.services.rollout_gateway.environments import EpisodeTask
 from paceline.services.rollout_gateway.sessions import Assignment, FailReason, SessionState
-from paceline.services.rollout_gateway.sessions.groups import TaskOffers
+from paceline.services.rollout_gateway.sessions.groups import Offer, TaskOffers
 from paceline.services.rollout_gateway.sessions.registry import Sessions
 from paceline.services.rollout_gateway.sessions.session import Session
 
@@ -31,9 +31,8 @@ class Desk:
 
     def lead(self, name: str, worker: int = 0) -> asyncio.Task[Session]:
         task = EpisodeTask(name, f"prompt of {name}", "answer")
-        return asyncio.create_task(
-            self.offers.offer_task(task, Assignment("run", task_id=name), f"s-{name}", worker)
-        )
+        offer = Offer(task, Assignment("run", task_id=name), f"s-{name}", worker)
+        return asyncio.create_task(self.offers.offer_task(offer))
 
     async def claim(self, wait_s: float = WAIT_S) -> tuple[Session, EpisodeTask]:
         claimed = await self.offers.claim(wait_s)

@@ -84,10 +84,8 @@ class Tracked:
 
         Empty for a draw that repeats a position.
         """
-        return [
-            self.draws[i].token
-            for i in range(len(self.sequence.tokens), position - len(self.request.prompt))
-        ]
+        indices = range(len(self.sequence.tokens), position - len(self.request.prompt))
+        return [self.draws[index].token for index in indices]
 
     def confirm(self, output_ids: Sequence[int], *, strict: bool) -> None:
         """Take SGLang's response tokens, up to the end of the request.
@@ -103,11 +101,9 @@ class Tracked:
             if not strict:
                 drawn = Drawn(token, 0.0, 0.0, DrawnBy(0, OFF, ""))
             elif drawn is None or drawn.token != token:
-                raise InternalError(
-                    f"SGLang's token {index} of request {self.request.request_id} is not the draw",
-                    seen=token,
-                    allowed=drawn,
-                )
+                request = f"request {self.request.request_id}"
+                message = f"SGLang's token {index} of {request} is not the draw"
+                raise InternalError(message, seen=token, allowed=drawn)
             assert drawn is not None
             if self.request.sampling.top_logprobs:
                 sequence.alternatives.append(drawn.alternatives)
@@ -116,9 +112,8 @@ class Tracked:
             if sequence.finish is not None:
                 break
 
-        self.draws = {
-            index: drawn for index, drawn in self.draws.items() if index >= len(sequence.tokens)
-        }
+        taken = len(sequence.tokens)
+        self.draws = {index: one for index, one in self.draws.items() if index >= taken}
 
     def end(self, finish: Finish, error: str = "") -> Chunk:
         """The last chunk of a request that ends before its own end."""
@@ -254,9 +249,8 @@ class ArmChooser:
         if key not in self._warm:
             self._warm.add(key)
             return
-        self.bandit.observe(
-            base.RoundOutcome(plan.arm.name, plan.situation, taken, seconds, plan.explored)
-        )
+        about = plan.situation, taken, seconds, plan.explored
+        self.bandit.observe(base.RoundOutcome(plan.arm.name, *about))
 
     def renew(self, changed: Target, shift: AcceptanceShift | None = None) -> None:
         """Record that new weights serve.
@@ -291,9 +285,7 @@ def asked_arm(tracked: Sequence[Tracked | None]) -> str:
     The batch has one shape, so its other requests use the same arm. When requests disagree, the
     round is off.
     """
-    asked = {
-        one.request.forced_arm for one in tracked if one is not None and one.request.forced_arm
-    }
+    asked = {one.request.forced_arm for one in tracked if one is not None} - {""}
     return OFF if len(asked) > 1 else next(iter(asked), "")
 
 

@@ -47,12 +47,8 @@ def score_prompts(
 
     if isinstance(logits_metadata, ForwardBatch):
         logits_metadata = LogitsMetadata.from_forward_batch(logits_metadata)
-    head = partial(
-        processor._get_logits,
-        lm_head=lm_head,
-        logits_metadata=logits_metadata,
-        use_logits_buffer=False,
-    )
+    about = {"lm_head": lm_head, "logits_metadata": logits_metadata}
+    head = partial(processor._get_logits, **about, use_logits_buffer=False)
     states = hidden_states[: sum(batch.extend_lens)].split(batch.extend_lens)
     for one, first, rows in zip(tracked, batch.prefix_lens, states, strict=True):
         if one is not None and one.sequence.scoring:
@@ -154,8 +150,7 @@ def forwarded(
     if runner.is_draft_worker or plugin.rows is None:
         return original(runner, forward_batch, *args, **kwargs)
     # Read before the call, which may pad these tensors.
-    slots = forward_batch.out_cache_loc
-    tokens = forward_batch.input_ids
+    slots, tokens = forward_batch.out_cache_loc, forward_batch.input_ids
     positions = forward_batch.positions
     output = original(runner, forward_batch, *args, **kwargs)
     if plugin.rows.inner:
@@ -199,9 +194,8 @@ def verified(
         return
     depth = min(accept_index.shape[1], nodes)
     steps = torch.arange(depth, device=slots.device)
-    slots = torch.where(
-        steps < accept_lens[:, None], slots[:, :depth], stored.unused_slot
-    ).flatten()
+    accepted = steps < accept_lens[:, None]
+    slots = torch.where(accepted, slots[:, :depth], stored.unused_slot).flatten()
     chosen = accept_index[:, :depth].clamp(min=0).flatten().long()
     tokens, positions = verify_input.draft_token.flatten()[chosen], verify_input.positions[chosen]
     unread = plugin.arm == OFF

@@ -59,12 +59,8 @@ class SchedulerEngine(Plugin):
         """
         from sglang.srt.managers.io_struct import AbortReq
 
-        chosen = [
-            rid
-            for rid, one in self.requests.items()
-            if request_ids is None or one.request.request_id in request_ids
-        ]
-        for rid in chosen:
+        ids = {rid: one.request.request_id for rid, one in self.requests.items()}
+        for rid in [rid for rid in ids if request_ids is None or ids[rid] in request_ids]:
             self.end(rid, nouns.Finish.ABORT)
             self.scheduler.abort_request(AbortReq(rid=rid))
         return []

@@ -102,9 +102,8 @@ class Plugin:
         if self.rank == 0 and self.worker.ring_path:
             self.ring = ring.RowRing.attach(Path(self.worker.ring_path))
         group = self.tp_group.cpu_group if self.tp_group is not None else None
-        self.weights = weights.PluginWeights(
-            self.spec, weights.TensorParallel(self.rank, parallel.tp_size, group)
-        )
+        ranks = weights.TensorParallel(self.rank, parallel.tp_size, group)
+        self.weights = weights.PluginWeights(self.spec, ranks)
         model_dir = Path(self.spec.model_dir)
         config = read_config(model_dir, experts=True)
         room = scheduler.req_to_token_pool.req_to_token.shape[1] - get_alloc_reserve_per_decode()
@@ -112,21 +111,16 @@ class Plugin:
         self.admission = control.Admission.of_model(config, model_dir, longest)
         self.grammars = sampling.TreeGrammars(config, model_dir, self.rank, self.tp_group)
         capture.start(self)
-        self.info = nouns.EngineInfo(
-            config.vocab_size,
-            config.hidden_size,
-            longest,
-            tuple(self.arms.arms),
-            self._capabilities(),
-            self.rows or nouns.RowLayout.last(config.hidden_size),
-            parallel.tp_size
-            * timing.square_product_tflops(torch.device(scheduler.device), DTYPES[self.spec.dtype]),
-        )
+        device, dtype = torch.device(scheduler.device), DTYPES[self.spec.dtype]
+        tflops = parallel.tp_size * timing.square_product_tflops(device, dtype)
+        rows = self.rows or nouns.RowLayout.last(config.hidden_size)
+        sizes = config.vocab_size, config.hidden_size, longest
+        names = tuple(self.arms.arms)
+        self.info = nouns.EngineInfo(*sizes, names, self._capabilities(), rows, tflops)
         if self.rank == 0:
             self.peer = process.Peer(self.ring)
-            ready = wire.ready_to(
-                self.info, self.worker.worker_index, self.versions, self.weights.head_hash
-            )
+            index, head_hash = self.worker.worker_index, self.weights.head_hash
+            ready = wire.ready_to(self.info, index, self.versions, head_hash)
             self.peer.send(pb.WorkerEvent(ready=ready))
 
     def _capabilities(self) -> frozenset[nouns.Capability]:
@@ -164,11 +158,9 @@ class Plugin:
         tracked = [self.requests.get(req.rid) for req in reqs]
         asked = [one.request.sampling if one is not None else ENDED for one in tracked]
         nodes = token_ids.shape[1]
-        params = self._table.params(
-            (*(req.rid for req in reqs), nodes),
-            [one for one in asked for _ in range(nodes)],
-            logits.device,
-        )
+        key = (*(req.rid for req in reqs), nodes)
+        every = [one for one in asked for _ in range(nodes)]
+        params = self._table.params(key, every, logits.device)
         adjusted = None
         if any(one.structured or one.adjusted for one in asked):
             self.settle()  # with overlap scheduling, some drawn tokens are in no request yet
@@ -176,9 +168,8 @@ class Plugin:
             self.grammars.mask_draws_(tracked, logits, firsts, token_ids, parents)
             rows = [one.sequence if one is not None else None for one in tracked]
             ahead = {n: one.ahead(firsts[n]) for n, one in enumerate(tracked) if one is not None}
-            adjusted = self._penalties.adjust(
-                rows, logits.view(*token_ids.shape, -1), token_ids, parents, ahead=ahead
-            )
+            by_row = logits.view(*token_ids.shape, -1)
+            adjusted = self._penalties.adjust(rows, by_row, token_ids, parents, ahead=ahead)
         if adjusted is not None:
             adjusted = adjusted.view(logits.shape)
         return draw(logits, positions.long(), params, adjusted), tracked
@@ -259,6 +250,7 @@ class Plugin:
         waiting = sum(req.rid in self.requests for req in self.scheduler.waiting_queue)
         stats = sum((one.sequence.speculation for one in self.requests.values()), self._ended)
         dropped = self.slot_rows.rows_dropped if self.slot_rows else 0
+        counts = {"prompt_tokens": self._prompt_tokens, "reused_tokens": self._reused_tokens}
         return pb.WorkerHealth(
             running=len(self.requests) - waiting,
             waiting=waiting,
@@ -268,7 +260,5 @@ class Plugin:
             arms=self.arms.bandit.reports(),
             rows_dropped=dropped + (self.ring.rows_dropped if self.ring else 0),
             rows_invalid=self.rows_invalid,
-            prefixes=pb.PrefixStats(
-                prompt_tokens=self._prompt_tokens, reused_tokens=self._reused_tokens
-            ),
+            prefixes=pb.PrefixStats(**counts),
         )

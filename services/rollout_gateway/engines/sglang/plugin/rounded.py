@@ -53,8 +53,9 @@ class Loaded:
 
     def fill(self, device: torch.device) -> None:
         """Allocate memory for the values of an update."""
+        dtype = self.parameter.dtype
         self.parameter.data = torch.empty_strided(
-            self.shape, self.stride, dtype=self.parameter.dtype, device=device
+            self.shape, self.stride, dtype=dtype, device=device
         )
 
     def drop(self) -> None:
@@ -134,10 +135,8 @@ def _round(name: str, module: Any, serving: Mapping[str, nn.Parameter]) -> None:
         if found is served:
             continue
         if (found.shape, found.dtype) != (served.shape, served.dtype):
-            raise RuntimeError(
-                f"{name}.{key} is rounded to {found.dtype} {tuple(found.shape)}, and serves as "
-                f"{served.dtype} {tuple(served.shape)}"
-            )
+            forms = [f"{one.dtype} {tuple(one.shape)}" for one in (found, served)]
+            raise RuntimeError(f"{name}.{key} is rounded to {forms[0]}, and serves as {forms[1]}")
         served.data.copy_(found.data)
         module._parameters[key] = served
 
@@ -182,20 +181,13 @@ def loading(
     A drafter is not rounded.
     """
     spec = plugin.spec
-    layers: list[Any] = [
-        one
-        for one in model.modules()
-        if type(getattr(one, "quant_method", None)).__name__ == _METHOD
-    ]
+    modules: list[Any] = [module for _, module in _rounding(model)]
+    layers = [one for one in modules if type(one.quant_method).__name__ == _METHOD]
     if not spec.profile or not layers:
         original(model, weights, target_device)
         return
-    rounding = partial(
-        as_profile,
-        profile=PROFILES[spec.profile],
-        dtype=DTYPES[spec.dtype],
-        device=torch.device(target_device),
-    )
+    kind, dtype, device = PROFILES[spec.profile], DTYPES[spec.dtype], torch.device(target_device)
+    rounding = partial(as_profile, profile=kind, dtype=dtype, device=device)
     setattr(model, LOADABLE, rounding)
     from sglang.srt.utils import cpu_has_amx_support
 

@@ -9,6 +9,7 @@ and the scheduler always see the launch shape. arms.py chooses the arm.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from paceline.arm_names import ArmName, TreeSize
@@ -65,20 +66,17 @@ def eagle_runtimes(worker: Any, arms: ArmChooser) -> Runtimes:
         message = "our bandit chooses the steps"
         raise ConfigError(message, seen="speculative_adaptive=True", allowed=False)
 
-    launch_shape = TreeSize(
-        worker.speculative_num_steps, worker.topk, worker.speculative_num_draft_tokens
-    )
+    steps, tokens = worker.speculative_num_steps, worker.speculative_num_draft_tokens
+    shaping = partial(_shape_eagle, worker)
     with drafting():
-        return _runtimes(
-            launch_shape, arms, _eagle_slots(worker), lambda shape: _shape_eagle(worker, shape)
-        )
+        return _runtimes(TreeSize(steps, worker.topk, tokens), arms, _eagle_slots(worker), shaping)
+
+
+Shaping = Callable[[TreeSize], None]
 
 
 def _runtimes(
-    launch_shape: TreeSize,
-    arms: ArmChooser,
-    slots: Sequence[Slot],
-    shape_worker: Callable[[TreeSize], None],
+    launch_shape: TreeSize, arms: ArmChooser, slots: Sequence[Slot], shape_worker: Shaping
 ) -> Runtimes:
     """Values of every arm; the worker takes on one arm's shape after another."""
     if launch_shape != arms.maximum:
@@ -100,27 +98,18 @@ def _runtimes(
 def _eagle_slots(worker: Any) -> list[Slot]:
     drafter = worker._draft_worker
     numbers = ("topk", "speculative_num_steps", "speculative_num_draft_tokens")
-    drafting = (
-        "draft_attn_backend",
-        "draft_extend_attn_backend",
-        "cuda_graph_runner",
-        "cuda_graph_runner_for_draft_extend",
-        "_topk1_parents_prealloc",
-        "_topk1_score_indices_prealloc",
-    )
-    return [
-        *((worker, name) for name in numbers),
-        *((drafter, name) for name in (*numbers, *drafting)),
-        *((drafter.draft_runner, name) for name in ("draft_attn_backend", "attn_backend")),
-        *_target_slots(worker),
-    ]
+    backends = ("draft_attn_backend", "draft_extend_attn_backend")
+    graphs = ("cuda_graph_runner", "cuda_graph_runner_for_draft_extend")
+    chains = ("_topk1_parents_prealloc", "_topk1_score_indices_prealloc")
+    slots = [(worker, name) for name in numbers]
+    slots += [(drafter, name) for name in (*numbers, *backends, *graphs, *chains)]
+    slots += [(drafter.draft_runner, name) for name in ("draft_attn_backend", "attn_backend")]
+    return slots + _target_slots(worker)
 
 
 def _target_slots(worker: Any) -> list[Slot]:
-    return [
-        (worker._target_worker.model_runner, name)
-        for name in ("attn_backend", "decode_cuda_graph_runner")
-    ]
+    runner = worker._target_worker.model_runner
+    return [(runner, name) for name in ("attn_backend", "decode_cuda_graph_runner")]
 
 
 def _shape_eagle(worker: Any, shape: TreeSize) -> None:
@@ -156,19 +145,17 @@ def ngram_runtimes(worker: Any, arms: ArmChooser) -> Runtimes:
     lists = ("retrieve_indexes", "retrieve_next_token", "retrieve_next_sibling")
     buffers = ("draft_tokens", "tree_mask", "positions", *lists)
     names = (*numbers, *buffers, *(f"{name}_batch" for name in buffers))
-    return _runtimes(
-        TreeSize(steps=tokens - 1, topk=1, draft_tokens=tokens),
-        arms,
-        [*((worker, name) for name in names), *_target_slots(worker)],
-        lambda shape: _shape_ngram(worker, shape.draft_tokens),
-    )
+    slots = [*((worker, name) for name in names), *_target_slots(worker)]
+    shape = TreeSize(steps=tokens - 1, topk=1, draft_tokens=tokens)
+    return _runtimes(shape, arms, slots, partial(_shape_ngram, worker))
 
 
-def _shape_ngram(worker: Any, draft_tokens: int) -> None:
+def _shape_ngram(worker: Any, shape: TreeSize) -> None:
     """Set up the worker's buffers, attention backend and graph for trees of this size."""
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
     from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
 
+    draft_tokens = shape.draft_tokens
     worker.draft_token_num = worker.speculative_num_draft_tokens = draft_tokens
     worker._init_preallocated_tensors()
     runner = worker._target_worker.model_runner

@@ -60,11 +60,9 @@ class TreeGrammars(grammars.GrammarMasks):
         parents: the nodes, see parents_of. A request that cannot continue gets its error set, and
         its row stays unmasked.
         """
-        rows = {
-            row: one.sequence
-            for row, one in enumerate(tracked)
-            if one is not None and asks(one) and self._advance_to(one, firsts[row])
-        }
+        asking = {row: one for row, one in enumerate(tracked) if one is not None and asks(one)}
+        going = [row for row, one in asking.items() if self._advance_to(one, firsts[row])]
+        rows = {row: asking[row].sequence for row in going}
         above = torch.zeros_like(token_ids) if parents is None else parents
         self.mask_(rows, token_ids, above, logits)
 

@@ -82,12 +82,10 @@ class SlotRows:
         self.unused_slot = slots  # rows put here are never read
         self.nbytes = (slots + 1) * (width * dtype.itemsize + 17)
         if device.type == "cuda" and (free := torch.cuda.mem_get_info(device)[0]) < self.nbytes:
-            raise ConfigError(
-                "no room for the hidden rows of all KV slots; lower memory_fraction or turn "
-                "capture off",
-                seen=f"{free // MB} MB free",
-                allowed=f"at least {self.nbytes // MB} MB",
-            )
+            message = "no room for the hidden rows of all KV slots"
+            message += "; lower memory_fraction or turn capture off"
+            seen, allowed = f"{free // MB} MB free", f"at least {self.nbytes // MB} MB"
+            raise ConfigError(message, seen=seen, allowed=allowed)
 
         # An extra slot absorbs the rows of rejected drafts. Leaving them out would need their
         # number on the host.
@@ -245,10 +243,8 @@ class Reading:
     def of(self, table: Tensor) -> Tensor:
         """Entries of a table [B, longest] inside the reading, row after row [sum of lengths]."""
         columns = torch.arange(table.shape[1], device=table.device)
-        begins, ends = (
-            torch.tensor(part, device=table.device) for part in (self.begins, self.ends)
-        )
-        return table[(columns >= begins[:, None]) & (columns < ends[:, None])]
+        begins, ends = torch.tensor([self.begins, self.ends], device=table.device)[:, :, None]
+        return table[(columns >= begins) & (columns < ends)]
 
 
 def readings(firsts: Sequence[int], lengths: Sequence[int], tokens: int) -> list[Reading]:

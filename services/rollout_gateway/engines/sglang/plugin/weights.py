@@ -9,7 +9,7 @@ from. SGLang ignores unknown names and dies of wrong shapes. This module owns th
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -29,6 +29,7 @@ VOCABULARY = ("d2t", "t2d")
 """Tensors that define an EAGLE-3 drafter's vocabulary; SGLang reads them at its start only."""
 # the second name is used where the embeddings are tied
 HEAD_NAMES = ("lm_head.weight", "model.embed_tokens.weight")
+T = TypeVar("T")
 _SELECTORS = {Target.POLICY: "target", Target.DRAFTER: "draft"}
 
 
@@ -87,10 +88,7 @@ class PluginWeights:
         self._shapes = {Target.POLICY: checkpoint_shapes(policy)}
         if spec.drafter_dir:
             shapes = checkpoint_shapes(Path(spec.drafter_dir))
-            left_out = (*self._shared, *VOCABULARY)
-            self._shapes[Target.DRAFTER] = {
-                name: shape for name, shape in shapes.items() if name not in left_out
-            }
+            self._shapes[Target.DRAFTER] = self._own(shapes)
             self._vocabulary = read_some(Path(spec.drafter_dir), VOCABULARY)
         self._unloaded: dict[Target, dict[str, Tensor]] = {}
         """Tensors of the serving set that are not on the device yet."""
@@ -115,11 +113,7 @@ class PluginWeights:
         expected = self._shapes[target]
         if target is Target.DRAFTER:
             self._check_vocabulary(tensors)
-            tensors = {
-                name: tensor
-                for name, tensor in tensors.items()
-                if name not in (*self._shared, *VOCABULARY)
-            }
+            tensors = self._own(tensors)
             if "fc.bias" in expected and "fc.bias" not in tensors:
                 # SGLang's module has this bias and would keep its old values.
                 tensors["fc.bias"] = tensors["fc.weight"].new_zeros(expected["fc.bias"])
@@ -136,6 +130,11 @@ class PluginWeights:
         shift = read_shift(path) if target is Target.DRAFTER else None
         profile = self._profile if target is Target.POLICY else ""
         self.prepared.put(target, version, PreparedTensors(tensors, shift), profile)
+
+    def _own(self, parts: Mapping[str, T]) -> dict[str, T]:
+        """The parts of a drafter that neither the target nor the vocabulary defines."""
+        left_out = (*self._shared, *VOCABULARY)
+        return {name: part for name, part in parts.items() if name not in left_out}
 
     def _check_vocabulary(self, tensors: Mapping[str, Tensor]) -> None:
         """Raises WeightsError when a drafter's vocabulary differs from the served vocabulary.
@@ -184,9 +183,8 @@ def load(updater: Any, selector: str, tensors: Mapping[str, Tensor]) -> None:
             if rounded.rounds(runner.model):
                 rounded.update(runner.model, tensors)
                 continue
-            done, message = runner.weight_updater.update_weights_from_tensor(
-                named_tensors=list(tensors.items())
-            )
+            update, named = runner.weight_updater.update_weights_from_tensor, [*tensors.items()]
+            done, message = update(named_tensors=named)
             if not done:
                 raise RuntimeError(f"SGLang refused the tensors: {message}")
         updater._session = msgspec.structs.replace(updater._session, loaded_weights=True)
