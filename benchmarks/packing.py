@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from paceline.models.config import ModelConfig
 from paceline.services.drafter_trainer.rows.sample import FeatureSample, pack
-from paceline.speculators.eagle import EagleNet
+from paceline.speculators.eagle import EagleNet, EagleOptions
 from paceline.speculators.net import Objective
 from paceline.speculators.packed import PackedRow
 
@@ -111,7 +111,10 @@ def padded_loss(net: EagleNet, samples: Sequence[FeatureSample]) -> Objective:
         valid=valid.flatten(),
         lm_head_hash="",
     )
-    return net.objective(features.flatten(0, 1), row)
+    row = row.taught(net.head)
+    every = torch.arange(len(row))
+    loss, terms = net.objective(row, features.flatten(0, 1), every, torch.ones_like(row.valid))
+    return Objective(loss, row.valid.sum(), terms)
 
 
 def compare(batches: int = 40, *, samples: int = 32, seed: int = 0) -> PackingRates:
@@ -123,7 +126,7 @@ def compare(batches: int = 40, *, samples: int = 32, seed: int = 0) -> PackingRa
         packed_loss,
         padded_loss,
     )
-    nets = [EagleNet(DEMO, seed=seed) for _ in forms]
+    nets = [EagleNet(DEMO, EagleOptions(ttt_steps=1), seed=seed) for _ in forms]
     optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-3) for net in nets]
     for net in nets:
         net.bind(*torch.randn(2, DEMO.vocab_size, DEMO.hidden_size, generator=generator))

@@ -83,13 +83,23 @@ def _cast(exported: Exported, dtype: torch.dtype | None) -> Exported:
 
 
 def _eagle_sglang(net: eagle.EagleNet, config: dict[str, Any], own: dict[str, Tensor]) -> Exported:
-    own, config = _with_whole_head(own, config)
+    own, config = _plain_eagle(net, config, own)
     own.setdefault("fc.bias", own["fc.weight"].new_zeros(net.config.hidden_size))
     return {**config, "fc_bias": True}, own
 
 
+def _plain_eagle(
+    net: eagle.EagleNet, config: dict[str, Any], own: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    if net.options.norms:
+        message = "EAGLE-1 has no norms of its inputs"
+        allowed = "a drafter trained with norms=false"
+        raise InvalidInput(message, seen="norms=true", allowed=allowed)
+    return _with_whole_head(own, config)
+
+
 def _eagle_vllm(net: eagle.EagleNet, config: dict[str, Any], own: dict[str, Tensor]) -> Exported:
-    own, config = _with_whole_head(own, config)
+    own, config = _plain_eagle(net, config, own)
     if bool(own.pop("fc.bias", torch.zeros(1)).any()):
         message = "vLLM's EAGLE has no bias after fc"
         raise InvalidInput(message, seen="fc.bias", allowed="fc_bias=false in training")

@@ -20,37 +20,47 @@ from paceline.config import Config
 from paceline.models import decoder, products
 from paceline.models.config import ARCHITECTURES as TARGETS
 from paceline.models.config import ModelConfig, parse_config
-from paceline.speculators import kinds, layer_drafter, layer_net, net, packed, vocabulary
+from paceline.speculators import kinds, layer_drafter, layer_net, net, vocabulary
 
 KIND = kinds.SPECULATORS["eagle"]
 ARCHITECTURES = dict(zip(TARGETS.values(), KIND.architectures, strict=True))
 """Family of the target -> architecture of its drafter."""
 
 
-class EagleOptions(vocabulary.LimitedOptions):
+class EagleOptions(layer_net.ChainOptions):
     """Settings of an EAGLE drafter."""
 
     fc_bias: bool = False
     """A bias behind the fusion of embedding and state."""
+    norms: bool = False
+    """RMSNorms of the embedding, the state and the layer's input. EAGLE-1 has none, and other
+    engines load none.
+    """
+    ttt_steps: int = Field(default=1, ge=1, le=7)
     feature_weight: float = Field(default=1.0, ge=0)
-    """Weight of SmoothL1 on features."""
-    token_weight: float = Field(default=0.1, ge=0)
-    """Weight of the soft cross-entropy on tokens."""
+    """Weight of SmoothL1 on features beside the cross-entropy on tokens."""
 
 
 class EagleLayer(nn.Module):
-    """One decoder layer of the target's family without input_layernorm; FSDP2 may shard it."""
+    """One decoder layer of the target's family, with input_layernorm if the net has norms; FSDP2
+    may shard it.
+    """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, norms: bool) -> None:
         super().__init__()
+        self.input_layernorm = _norm(config, norms)
         self.self_attn = layer_net.Attention(config, config.hidden_size)
         self.mlp = layer_net.SwiGlu(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, x: Tensor, *sight: *layer_net.Sight) -> Tensor:
         """x [B, T, H] -> same shape."""
-        x = x + self.self_attn(x, *sight)
+        x = x + self.self_attn(self.input_layernorm(x), *sight)
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def _norm(config: ModelConfig, norms: bool) -> nn.Module:
+    return nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps) if norms else nn.Identity()
 
 
 class EagleNet(layer_net.ChainNet):
@@ -68,11 +78,14 @@ class EagleNet(layer_net.ChainNet):
         self.fc = products.Linear(
             2 * config.hidden_size, config.hidden_size, bias=self.options.fc_bias
         )
-        self.layers = nn.ModuleList([EagleLayer(config)])
+        norms = self.options.norms
+        self.embed_norm, self.state_norm = _norm(config, norms), _norm(config, norms)
+        self.layers = nn.ModuleList([EagleLayer(config, norms)])
         # fc is near "the next state equals this one".
         layer_net.reset_weights(self, seed)
-        with torch.no_grad():
-            self.fc.weight[:, config.hidden_size :] += torch.eye(config.hidden_size)
+        if not norms:
+            with torch.no_grad():
+                self.fc.weight[:, config.hidden_size :] += torch.eye(config.hidden_size)
 
     @classmethod
     def fresh(cls, target: ModelConfig, options: EagleOptions, seed: int) -> Self:
@@ -81,53 +94,36 @@ class EagleNet(layer_net.ChainNet):
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], target: ModelConfig, options: EagleOptions) -> Self:
-        """See DraftNet.parse; `fc_bias` is the checkpoint's, and its layer may differ from the
-        target's in heads and widths.
+        """See DraftNet.parse; `fc_bias` and `norms` are the checkpoint's, and its layer may differ
+        from the target's in heads and widths.
         """
         net.check_fit(raw, {"architectures": [ARCHITECTURES[target.family]]})
         layer_net.check_one_layer(raw, target)
-        options = options.model_copy(update={"fc_bias": bool(raw.get("fc_bias", False))})
+        own = {name: bool(raw.get(name, False)) for name in ("fc_bias", "norms")}
+        options = options.model_copy(update=own)
         like = next(name for name, family in TARGETS.items() if family == target.family)
         return vocabulary.of_size(cls(parse_config({**raw, "architectures": [like]}), options), raw)
 
     def config_json(self) -> dict[str, Any]:
         """See DraftNet.config_json."""
         described = layer_net.layer_config_json(self.config, ARCHITECTURES[self.config.family])
+        described |= {"norms": True} if self.options.norms else {}
         return described | {"fc_bias": self.options.fc_bias} | self.vocabulary_json()
 
-    def forward(self, row: packed.PackedRow) -> net.Objective:
-        """See DraftNet.forward: EAGLE-1's objective (Li et al. 2024, section 3.3).
-
-        loss_t = feature_weight * mean_H SmoothL1(f_t - h_{t+1}) + token_weight * net.soft_losses
-
-        of outputs f_t at valid positions. Tokens are taught where the likeliest one is draftable.
-        """
-        features, _, _ = next(self.unroll(row, 1))
-        return self.objective(features, row)
-
-    def objective(self, features: Tensor, row: packed.PackedRow) -> net.Objective:
-        """The loss of outputs [T, H] for a row, see forward."""
-        row, options = row.taught(self.head), self.options
-        predicted, wanted = features[row.valid], row.next_states[row.valid]
-        feature = functional.smooth_l1_loss(predicted, wanted, reduction="none").mean(dim=-1).sum()
-        places = (row.valid & self.draftable(row)).nonzero()[:, 0]
-        losses, right, _ = net.soft_losses(
-            self.logits(features[places]), row, places, self.draft_ids
-        )
-        token = losses.sum()
-        return net.Objective(
-            loss=options.feature_weight * feature + options.token_weight * token,
-            positions=row.valid.sum(),
-            terms={"feature": feature.detach(), "token": token.detach(), "correct": right.sum()},
-        )
+    def regression(self, features: Tensor, states: Tensor) -> Tensor:
+        """See ChainNet.regression: EAGLE-1 has mean_H SmoothL1 (Li et al. 2024, section 3.3)."""
+        losses = functional.smooth_l1_loss(features, states, reduction="none").mean(dim=-1)
+        return self.options.feature_weight * losses.sum()
 
     def fused(self, states: Tensor) -> Tensor:
         """See ChainNet.fused: the last hidden states as they are."""
         return states
 
     def step(self, embedded: Tensor, features: Tensor, *sight: *layer_net.Sight) -> Tensor:
-        """See ChainNet.step: row t predicts h_{t+1}."""
-        return self.layers[0](self.fc(torch.cat((embedded, features), dim=-1)), *sight)
+        """See ChainNet.step: row t predicts h_{t+1}; with norms, from h_t plus fc's output."""
+        entering = (self.embed_norm(embedded), self.state_norm(features))
+        fused: Tensor = self.fc(torch.cat(entering, dim=-1).to(features.dtype))
+        return self.layers[0](fused + features if self.options.norms else fused, *sight)
 
 
 class EagleDrafter(layer_drafter.LayerDrafter[EagleNet]):
@@ -138,16 +134,22 @@ class EagleDrafter(layer_drafter.LayerDrafter[EagleNet]):
     def _fuse(self, net: EagleNet, tensors: Mapping[str, Tensor]) -> None:
         self._layer = self._fused_layer(tensors, "layers.0.")
         self._fc = tensors["fc.weight"].to(self._device, self._dtype)
-        bias = tensors.get("fc.bias")
-        self._bias = None if bias is None else bias.to(self._device, self._dtype)
+        self._bias, self._embed_norm, self._state_norm = (
+            None if (one := tensors.get(name)) is None else one.to(self._device, self._dtype)
+            for name in ("fc.bias", "embed_norm.weight", "state_norm.weight")
+        )
         self._use_fast_products((self._layer,), self._fc)
 
     def _true_features(self, hidden: Tensor) -> Tensor:
         return hidden
 
     def _enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        inputs = torch.cat((self._embedded(tokens), features), dim=-1)
-        x = products.linear(inputs, self._fc, self._bias)
+        embedded, states = self._embedded(tokens), features
+        if self._embed_norm is not None and self._state_norm is not None:
+            embedded = self._normed(embedded, self._embed_norm)
+            states = self._normed(states, self._state_norm)
+        x = products.linear(torch.cat((embedded, states), dim=-1), self._fc, self._bias)
+        x = x if self._state_norm is None else x + features
         return x, decoder.project_inputs(self._layer, x, self._config.rms_norm_eps)
 
     def _logits(self, features: Tensor) -> Tensor:

@@ -14,14 +14,13 @@ from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from paceline.config import Config
 from paceline.errors import InvalidInput
 from paceline.models import decoder, products
 from paceline.models.config import ModelConfig, parse_config
-from paceline.speculators import kinds, layer_drafter, layer_net, net, packed, vocabulary
+from paceline.speculators import kinds, layer_drafter, layer_net, vocabulary
 
 KIND = kinds.SPECULATORS["eagle3"]
 (ARCHITECTURE,) = KIND.architectures
@@ -33,17 +32,13 @@ _VARIANTS = (
 """Switches of networks with other tensors or another recurrence; the published one has none."""
 
 
-class Eagle3Options(vocabulary.LimitedOptions):
+class Eagle3Options(layer_net.ChainOptions):
     """Settings of an EAGLE-3 drafter."""
 
     inner_layers: tuple[int, ...] = ()
     """Three decoder layers of the target whose inputs are read; none: 2, L/2 and L-3."""
     norm_before_residual: bool = False
     """The layer's residual is the normed state; SGLang knows false only."""
-    ttt_steps: int = Field(default=7, ge=1, le=7)
-    """Steps of a draft chain that are trained."""
-    ttt_decay: float = Field(default=0.8, gt=0, le=1)
-    """Weight of a step, relative to the one before."""
 
 
 class Eagle3Layer(nn.Module):
@@ -177,32 +172,6 @@ class Eagle3Net(layer_net.ChainNet):
             for name, tensor in tensors.items()
             if name != "embed_tokens.weight"
         }
-
-    # ---- learning
-
-    def forward(self, row: packed.PackedRow) -> net.Objective:
-        """See DraftNet.forward: the training-time test, sum over steps i of ttt_decay^i loss_i.
-
-        Step i at position t is for the draft of token t + 2 + i. It counts if that token is a
-        drafting target and its distribution peaks at a draftable token. Positions are the row's
-        drafting targets. `correct` and `alpha` are of the first draft, with tokens outside the
-        draft vocabulary as misses.
-        """
-        row = row.taught(self.head)
-        taught = row.valid & self.draftable(row)
-        loss, terms = row.next_states.new_zeros(()), {}
-        for step, (features, there, inside) in enumerate(self.unroll(row, self.options.ttt_steps)):
-            counted = inside & taught[there]
-            places = there[counted]
-            losses, right, alpha = net.soft_losses(
-                self.logits(features[counted]), row, places, self.draft_ids
-            )
-            loss = loss + self.options.ttt_decay**step * losses.sum()
-            terms[f"loss_{step}"] = losses.detach().sum()
-            if step == 0:
-                terms["correct"], terms["alpha"] = right.sum(), alpha.sum()
-
-        return net.Objective(loss, row.valid.sum(), terms)
 
     def fused(self, states: Tensor) -> Tensor:
         """See ChainNet.fused."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -16,7 +17,7 @@ from paceline.errors import ConfigError, DataLoss, InvalidInput
 from paceline.models import products, rope
 from paceline.models.config import ModelConfig, architecture
 from paceline.speculators import base, kinds, packed, vocabulary
-from paceline.speculators.net import check_fit
+from paceline.speculators.net import Objective, check_fit, soft_losses
 
 
 class LayerNet(vocabulary.LimitedNet):
@@ -90,8 +91,49 @@ Sight = tuple[Tensor, Tensor, Tensor | None, Chain | None]
 """Further arguments of Attention.forward: cos, sin, mask and chain."""
 
 
+class ChainOptions(vocabulary.LimitedOptions):
+    """Settings of a network that drafts token by token."""
+
+    ttt_steps: int = Field(default=7, ge=1, le=7)
+    """Steps of a draft chain that are trained."""
+    ttt_decay: float = Field(default=0.8, gt=0, le=1)
+    """Weight of a step, relative to the one before."""
+
+
 class ChainNet(LayerNet):
     """A network of one layer that drafts token by token: a step reads the step before."""
+
+    def forward(self, row: packed.PackedRow) -> Objective:
+        """See DraftNet.forward: the training-time test (Li et al. 2025, arXiv 2503.01840), sum over
+        steps i of ttt_decay^i loss_i.
+
+        Step i at position t is for the draft of token t + 2 + i. It counts if that token is a
+        drafting target; its tokens are taught if their distribution peaks at a draftable token.
+        Positions are the row's drafting targets. `correct` and `alpha` are of the first draft, with
+        tokens outside the draft vocabulary as misses.
+        """
+        row = row.taught(self.head)
+        chain = self.unroll(row, self.options.ttt_steps)
+        losses, (terms, *_) = zip(*(self.objective(row, *step) for step in chain), strict=True)
+        of_steps = {f"loss_{step}": loss.detach() for step, loss in enumerate(losses)}
+        loss = sum(self.options.ttt_decay**step * loss for step, loss in enumerate(losses))
+        return Objective(loss, row.valid.sum(), of_steps | terms)
+
+    def objective(
+        self, row: packed.PackedRow, features: Tensor, there: Tensor, inside: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss of one step with features [T, H] for a taught row, see forward, and its terms."""
+        wanted = inside & row.valid[there]
+        loss = self.regression(features[wanted], row.next_states[there[wanted]])
+        taught = wanted & self.draftable(row)[there]
+        losses, right, alpha = soft_losses(
+            self.logits(features[taught]), row, there[taught], self.draft_ids
+        )
+        return loss + losses.sum(), {"correct": right.sum(), "alpha": alpha.sum()}
+
+    def regression(self, features: Tensor, states: Tensor) -> Tensor:
+        """Loss of outputs beside the target's states, [N, H] each; by default none."""
+        return features.new_zeros(())
 
     @abstractmethod
     def fused(self, states: Tensor) -> Tensor:

@@ -15,11 +15,12 @@ from benchmarks.packing import (
     packed_loss,
     padded_loss,
 )
-from paceline.speculators.eagle import EagleNet
+from paceline.speculators.eagle import EagleNet, EagleOptions
 
 
 def test_packed_and_padded_samples_have_one_loss_and_one_gradient() -> None:
-    samples, nets = draw_samples(12, seed=5), [EagleNet(DEMO, seed=1) for _ in range(2)]
+    samples, once = draw_samples(12, seed=5), EagleOptions(ttt_steps=1)
+    nets = [EagleNet(DEMO, once, seed=1) for _ in range(2)]
     generator = torch.Generator().manual_seed(2)
     for net in nets:
         net.bind(

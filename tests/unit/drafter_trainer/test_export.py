@@ -109,6 +109,13 @@ def test_a_bias_that_vllm_would_not_add_is_refused_unless_it_is_zero(
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.parametrize("form", [Format.SGLANG, Format.VLLM])
+def test_norms_that_eagle_1_lacks_are_refused(model: Path, tmp_path: Path, form: Format) -> None:
+    with pytest.raises(InvalidInput, match=r"no norms of its inputs.*norms=true"):
+        export_checkpoint(eagle(model, norms=True), model, tmp_path / "out", form)
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_draft_vocabulary_of_an_eagle_is_a_file_that_sglang_reads(
     model: Path, tmp_path: Path
 ) -> None:

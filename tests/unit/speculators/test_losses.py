@@ -113,24 +113,27 @@ CONFIG = ModelConfig(
 
 
 @pytest.mark.parametrize("size", [0, 4])
-def test_eagle_objective_counts_valid_positions_and_draftable_targets(size: int) -> None:
+def test_eagle_objective_counts_valid_positions_and_draftable_targets_of_a_chain(size: int) -> None:
     draw = np.random.default_rng(3)
     states, head = (draw.normal(0, 1, (n, 8)).astype(np.float32) for n in (10, V))
     valid = draw.random(10) < 0.7
-    net = EagleNet.fresh(CONFIG, EagleOptions(draft_vocab_size=size, token_weight=0.3), 0)
+    options = EagleOptions(draft_vocab_size=size, feature_weight=0.3, ttt_steps=3, ttt_decay=0.7)
+    net = EagleNet.fresh(CONFIG, options, 0)
     net.bind(torch.tensor(head), torch.tensor(head))
     row = row_of(states, head, valid)
     sums = net(row)
-    features = next(net.unroll(row, 1))[0].detach().double().numpy()
+    chain = [one.detach().double().numpy() for one, _, _ in net.unroll(row, 3)]
     ids = [*range(V)] if net.token_ids is None else net.token_ids.tolist()
-    t2d, feature, token = np.isin(np.arange(V), ids), 0.0, 0.0
+    t2d, expected = np.isin(np.arange(V), ids), 0.0
     assert len(ids) == (size or V)
-    for t in np.flatnonzero(valid):
-        d = np.abs(features[t] - states[t])
-        feature += float(np.where(d < 1, 0.5 * d * d, d - 0.5).mean())
-        z = head.astype(np.float64) @ states[t]
-        p = np.exp(z) / np.exp(z).sum()
-        if t2d[p.argmax()]:
-            token += formula(head[ids] @ features[t], p, t2d, V)
-    assert float(sums.loss.detach()) == pytest.approx(feature + 0.3 * token, rel=1e-5)
+    for step, features in enumerate(chain):
+        for t in np.flatnonzero(valid[step:]):
+            d = np.abs(features[t] - states[t + step])
+            loss = 0.3 * float(np.where(d < 1, 0.5 * d * d, d - 0.5).mean())
+            z = head.astype(np.float64) @ states[t + step]
+            p = np.exp(z) / np.exp(z).sum()
+            if t2d[p.argmax()]:
+                loss += formula(head[ids] @ features[t], p, t2d, V)
+            expected += 0.7**step * loss
+    assert float(sums.loss.detach()) == pytest.approx(expected, rel=1e-5)
     assert int(sums.positions) == valid.sum()

@@ -158,7 +158,8 @@ def complete_drafter(spec: SGLangSpec, folder: Path) -> SGLangSpec:
 
     A speculator's name becomes a new drafter initialized from the seed, as in the embedded engine.
     A checkpoint without `fc.bias` gets zeros where SGLang's module has this bias, because the
-    module would keep random values. A new or changed drafter is written to `folder`.
+    module would keep random values. A new or changed drafter is written to `folder`. Raises
+    ConfigError for an EAGLE with norms of its inputs, which SGLang's module lacks.
     """
     kind = spec.speculator
     if kind not in SGLANG or not SPECULATORS[kind].trained:
@@ -172,6 +173,9 @@ def complete_drafter(spec: SGLangSpec, folder: Path) -> SGLangSpec:
     if not spec.drafter_dir:
         net = trained_net(kind)
         net.fresh(read_config(Path(spec.model_dir)), net.Options(), spec.seed).save(folder)
+    if read_config_json(given).get("norms"):
+        message, allowed = "SGLang's EAGLE has no norms", "a drafter trained with norms=false"
+        raise ConfigError(f"{message}: {given}", seen="norms=true", allowed=allowed)
     if SGLANG[kind].fc_bias and "fc.bias" not in (tensors := read_tensors(given)):
         weight = tensors["fc.weight"]
         tensors["fc.bias"] = weight.new_zeros(len(weight))

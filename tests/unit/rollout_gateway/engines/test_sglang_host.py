@@ -15,10 +15,12 @@ from safetensors.torch import load_file
 
 from paceline.config.load import load_config, toml_value
 from paceline.errors import ConfigError
+from paceline.models.config import read_config
 from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.engines.sglang import host
 from paceline.services.rollout_gateway.engines.sglang.hook_points import RELEASE
 from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec, row_layout
+from paceline.speculators.eagle import EagleNet, EagleOptions
 
 DEMO = Path(__file__).parents[4] / "examples" / "demo"
 
@@ -106,6 +108,13 @@ def test_a_drafter_gets_the_bias_that_sglang_would_fill_at_random(
     assert complete.speculator == "eagle"
     again = host.complete_drafter(complete, tmp_path)
     assert again == complete
+
+
+def test_an_eagle_with_norms_that_sglang_lacks_is_refused(tmp_path: Path) -> None:
+    net = EagleNet.fresh(read_config(DEMO / "policy_start"), EagleOptions(norms=True), 0)
+    net.save(tmp_path / "drafter")
+    with pytest.raises(ConfigError, match=r"no norms: .*drafter; seen: norms=true"):
+        host.complete_drafter(spec(drafter=str(tmp_path / "drafter")), tmp_path)
 
 
 def test_a_fresh_eagle3_has_rows_and_a_checkpoint_of_the_same_layers(tmp_path: Path) -> None:

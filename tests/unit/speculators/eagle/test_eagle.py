@@ -84,14 +84,15 @@ def test_the_layer_is_a_llama_layer_without_input_norm(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "fc_bias", "size"), [*itertools.product(FAMILIES, (False, True), (0, 41))]
+    ("family", "switch", "size"),
+    [*itertools.product(FAMILIES, ("", "fc_bias", "norms"), (0, 41))],
 )
 def test_engine_drafts_what_the_trainers_chain_predicts(
-    family: str, fc_bias: bool, size: int, tmp_path: Path
+    family: str, switch: str, size: int, tmp_path: Path
 ) -> None:
     save_random(tmp_path, family)
     weights = load_model(tmp_path, dtype=torch.float32)
-    net = rough_net(weights, fc_bias=fc_bias, draft_vocab_size=size)
+    net = rough_net(weights, draft_vocab_size=size, **({switch: True} if switch else {}))
     net.follow_tokens(torch.arange(97) * 31 % 17)
     ids = torch.arange(97) if net.token_ids is None else net.token_ids
     assert len(ids) == (size or 97)
