@@ -38,10 +38,10 @@ SETTINGS: Mapping[str, Mapping[str, str]] = {
     "clip 2": {"--clip-norm": "2"},
     "warm-up 20": {"--warmup-steps": "20"},
     "512 tokens a step": {"--batch-tokens": "512", "--row-tokens": "512"},
-    "features 10 times": {"--options": "feature_weight=10.0"},
-    "no features": {"--options": "feature_weight=0"},
-    "1 draft of a chain": {"--options": "ttt_steps=1"},
-    "5 drafts of a chain": {"--options": "ttt_steps=5"},
+    "features 5 times": {"--options": "feature_weight=5.0"},
+    "tokens 10 times": {"--options": "token_weight=1.0"},
+    "chains of 3 drafts": {"--options": "ttt_steps=3"},
+    "norms": {"--options": "norms=true"},
 }
 """Options of `paceline drafter train` that replace options in BASE_OPTIONS."""
 COMMON = ("--heldout-share", "0.1")

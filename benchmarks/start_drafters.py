@@ -63,7 +63,7 @@ async def real_drafter(file: Path, options: argparse.Namespace, out: Path, steps
         answers = await _real_answers(folder, model, coordinator)
         tokens = str(REAL_BATCH_TOKENS)
         sizes = ["--steps", str(steps), "--batch-tokens", tokens, "--row-tokens", tokens]
-        sizes += ["--lr", REAL_RATE]
+        sizes += ["--lr", REAL_RATE, "--options", "norms=true"]
         places = ("--data", str(answers), *model, "--out", str(folder))
         command = (sys.executable, "-m", "paceline.cli.main", "drafter", "train")
         await demo_runs.run_to_end([*command, *places, *sizes])  # resumes a stopped training

@@ -36,9 +36,12 @@ class EagleOptions(layer_net.ChainOptions):
     """RMSNorms of the embedding, the state and the layer's input. EAGLE-1 has none, and other
     engines load none.
     """
-    ttt_steps: int = Field(default=1, ge=1, le=7)
+    ttt_steps: int = Field(default=0, ge=0, le=7)
+    """Steps of a draft chain that are trained; 0: 3 with norms, else 1."""
     feature_weight: float = Field(default=1.0, ge=0)
-    """Weight of SmoothL1 on features beside the cross-entropy on tokens."""
+    """Weight of SmoothL1 on features."""
+    token_weight: float | None = Field(default=None, ge=0)
+    """Weight of the soft cross-entropy on tokens; none: 1 with norms, else 0.1."""
 
 
 class EagleLayer(nn.Module):
@@ -75,10 +78,12 @@ class EagleNet(layer_net.ChainNet):
         super().__init__()
         self.config = config
         self.options = options or EagleOptions()
+        norms, weight = self.options.norms, self.options.token_weight
+        self.chain_steps = self.options.ttt_steps or (3 if norms else 1)
+        self.token_weight = (1.0 if norms else 0.1) if weight is None else weight
         self.fc = products.Linear(
             2 * config.hidden_size, config.hidden_size, bias=self.options.fc_bias
         )
-        norms = self.options.norms
         self.embed_norm, self.state_norm = _norm(config, norms), _norm(config, norms)
         self.layers = nn.ModuleList([EagleLayer(config, norms)])
         # fc is near "the next state equals this one".

@@ -87,6 +87,7 @@ class Eagle3Net(layer_net.ChainNet):
         super().__init__()
         self.config, self.inner = config, inner
         self.options = options or Eagle3Options()
+        self.chain_steps = self.options.ttt_steps
         hidden = config.hidden_size
         self.fc = products.Linear(kinds.INNER_STATES * hidden, hidden, bias=False)
         self.midlayer = Eagle3Layer(config, self.options.norm_before_residual)

@@ -103,6 +103,11 @@ class ChainOptions(vocabulary.LimitedOptions):
 class ChainNet(LayerNet):
     """A network of one layer that drafts token by token: a step reads the step before."""
 
+    chain_steps: int
+    """Trained steps of a draft chain."""
+    token_weight = 1.0
+    """Weight of the soft cross-entropy on tokens."""
+
     def forward(self, row: packed.PackedRow) -> Objective:
         """See DraftNet.forward: the training-time test (Li et al. 2025, arXiv 2503.01840), sum over
         steps i of ttt_decay^i loss_i.
@@ -113,7 +118,7 @@ class ChainNet(LayerNet):
         tokens outside the draft vocabulary as misses.
         """
         row = row.taught(self.head)
-        chain = self.unroll(row, self.options.ttt_steps)
+        chain = self.unroll(row, self.chain_steps)
         losses, (terms, *_) = zip(*(self.objective(row, *step) for step in chain), strict=True)
         of_steps = {f"loss_{step}": loss.detach() for step, loss in enumerate(losses)}
         loss = sum(self.options.ttt_decay**step * loss for step, loss in enumerate(losses))
@@ -129,7 +134,10 @@ class ChainNet(LayerNet):
         losses, right, alpha = soft_losses(
             self.logits(features[taught]), row, there[taught], self.draft_ids
         )
-        return loss + losses.sum(), {"correct": right.sum(), "alpha": alpha.sum()}
+        return loss + self.token_weight * losses.sum(), {
+            "correct": right.sum(),
+            "alpha": alpha.sum(),
+        }
 
     def regression(self, features: Tensor, states: Tensor) -> Tensor:
         """Loss of outputs beside the target's states, [N, H] each; by default none."""

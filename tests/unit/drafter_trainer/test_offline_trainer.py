@@ -196,7 +196,7 @@ def test_a_speculator_of_ones_own_trains_by_import_path_and_hears_of_token_count
         ({"speculator": "ngram"}, "a speculator without weights"),
         (
             {"options": {"fc_bios": True}},
-            r"option fc_bios of eagle: .*; allowed: draft_vocab_size, fc_bias, feature_weight, ttt_decay, ttt_steps",
+            r"option fc_bios of eagle: .*; allowed: draft_vocab_size, fc_bias, feature_weight, norms, token_weight, ttt_decay, ttt_steps",
         ),
         ({"start": Path("/nowhere")}, "no config.json"),
         ({"row_tokens": 16, "data": "short"}, r"too few sequences.*seen: 1 of 2, cut to 16 tokens"),

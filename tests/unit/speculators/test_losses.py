@@ -117,7 +117,8 @@ def test_eagle_objective_counts_valid_positions_and_draftable_targets_of_a_chain
     draw = np.random.default_rng(3)
     states, head = (draw.normal(0, 1, (n, 8)).astype(np.float32) for n in (10, V))
     valid = draw.random(10) < 0.7
-    options = EagleOptions(draft_vocab_size=size, feature_weight=0.3, ttt_steps=3, ttt_decay=0.7)
+    weights = {"feature_weight": 0.3, "token_weight": 0.4, "ttt_decay": 0.7}
+    options = EagleOptions(draft_vocab_size=size, ttt_steps=3, **weights)
     net = EagleNet.fresh(CONFIG, options, 0)
     net.bind(torch.tensor(head), torch.tensor(head))
     row = row_of(states, head, valid)
@@ -133,7 +134,7 @@ def test_eagle_objective_counts_valid_positions_and_draftable_targets_of_a_chain
             z = head.astype(np.float64) @ states[t + step]
             p = np.exp(z) / np.exp(z).sum()
             if t2d[p.argmax()]:
-                loss += formula(head[ids] @ features[t], p, t2d, V)
+                loss += 0.4 * formula(head[ids] @ features[t], p, t2d, V)
             expected += 0.7**step * loss
     assert float(sums.loss.detach()) == pytest.approx(expected, rel=1e-5)
     assert int(sums.positions) == valid.sum()
