@@ -115,10 +115,11 @@ class EagleNet(layer_net.ChainNet):
         described |= {"norms": True} if self.options.norms else {}
         return described | {"fc_bias": self.options.fc_bias} | self.vocabulary_json()
 
-    def regression(self, features: Tensor, states: Tensor) -> Tensor:
+    def regression(self, features: Tensor, states: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """See ChainNet.regression: EAGLE-1 has mean_H SmoothL1 (Li et al. 2024, section 3.3)."""
         losses = functional.smooth_l1_loss(features, states, reduction="none").mean(dim=-1)
-        return self.options.feature_weight * losses.sum()
+        feature = losses.sum()
+        return self.options.feature_weight * feature, {"feature": feature.detach()}
 
     def fused(self, states: Tensor) -> Tensor:
         """See ChainNet.fused: the last hidden states as they are."""

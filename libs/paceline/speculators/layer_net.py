@@ -129,19 +129,17 @@ class ChainNet(LayerNet):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of one step with features [T, H] for a taught row, see forward, and its terms."""
         wanted = inside & row.valid[there]
-        loss = self.regression(features[wanted], row.next_states[there[wanted]])
+        loss, terms = self.regression(features[wanted], row.next_states[there[wanted]])
         taught = wanted & self.draftable(row)[there]
         losses, right, alpha = soft_losses(
             self.logits(features[taught]), row, there[taught], self.draft_ids
         )
-        return loss + self.token_weight * losses.sum(), {
-            "correct": right.sum(),
-            "alpha": alpha.sum(),
-        }
+        terms |= {"correct": right.sum(), "alpha": alpha.sum()}
+        return loss + self.token_weight * losses.sum(), terms
 
-    def regression(self, features: Tensor, states: Tensor) -> Tensor:
-        """Loss of outputs beside the target's states, [N, H] each; by default none."""
-        return features.new_zeros(())
+    def regression(self, features: Tensor, states: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss of outputs beside the target's states, [N, H] each, and its terms; here none."""
+        return features.new_zeros(()), {}
 
     @abstractmethod
     def fused(self, states: Tensor) -> Tensor:

@@ -99,8 +99,8 @@ def test_the_loss_falls_and_a_drafter_that_serves_is_left(world: Path) -> None:
     steps = of(told, "trained")
     assert [message["step"] for message in steps] == list(range(1, 31))
     assert steps[-1]["feature"] < 0.6 * steps[0]["feature"]
-    assert steps[-1]["token"] < steps[0]["token"]
-    assert {"feature", "token", "correct"} <= set(steps[0])
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert {"feature", "loss_0", "correct", "alpha"} <= set(steps[0])
     net = read_drafter(world / "out/checkpoint/speculator", read_config(world / "model"))
     assert isinstance(net, EagleNet)
     lines = [json.loads(line) for line in (world / "out/log.jsonl").read_text().splitlines()]
@@ -196,7 +196,7 @@ def test_a_speculator_of_ones_own_trains_by_import_path_and_hears_of_token_count
         ({"speculator": "ngram"}, "a speculator without weights"),
         (
             {"options": {"fc_bios": True}},
-            r"option fc_bios of eagle: .*; allowed: draft_vocab_size, fc_bias, feature_weight, norms, token_weight, ttt_decay, ttt_steps",
+            r"option fc_bios of eagle: .*; allowed: draft_vocab_size, ttt_steps, ttt_decay, fc_bias, norms, feature_weight, token_weight",
         ),
         ({"start": Path("/nowhere")}, "no config.json"),
         ({"row_tokens": 16, "data": "short"}, r"too few sequences.*seen: 1 of 2, cut to 16 tokens"),
