@@ -206,9 +206,9 @@ class Child:
 
     def last_lines(self) -> str:
         """The end of its log; "" without a log."""
-        return (
-            processes.last_lines(self.log, since=self._log_begins) if self.log is not None else ""
-        )
+        if self.log is None:
+            return ""
+        return processes.last_lines(self.log, since=self._log_begins)
 
     async def _watch(self, stop_s: float) -> int:
         ending = asyncio.ensure_future(self.process.wait())

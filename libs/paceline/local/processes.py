@@ -55,10 +55,8 @@ def die_with_parent() -> bool:
     parent = os.environ.get(PARENT_VARIABLE, "")
     if not parent or sys.platform != "linux":
         return False
-    if (
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        != 0
-    ):
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    if prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         raise InternalError("prctl(PR_SET_PDEATHSIG) failed", seen=os.strerror(ctypes.get_errno()))
     if os.getppid() != int(parent) and not exists(int(parent)):
         raise SystemExit(1)

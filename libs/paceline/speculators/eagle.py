@@ -20,14 +20,14 @@ from paceline.config import Config
 from paceline.models import decoder, products
 from paceline.models.config import ARCHITECTURES as TARGETS
 from paceline.models.config import ModelConfig, parse_config
-from paceline.speculators import kinds, layer_drafter, layer_net, net, vocabulary
+from paceline.speculators import chain_net, kinds, layer_drafter, layer_net, net, vocabulary
 
 KIND = kinds.SPECULATORS["eagle"]
 ARCHITECTURES = dict(zip(TARGETS.values(), KIND.architectures, strict=True))
 """Family of the target -> architecture of its drafter."""
 
 
-class EagleOptions(layer_net.ChainOptions):
+class EagleOptions(chain_net.ChainOptions):
     """Settings of an EAGLE drafter."""
 
     fc_bias: bool = False
@@ -66,7 +66,7 @@ def _norm(config: ModelConfig, norms: bool) -> nn.Module:
     return nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps) if norms else nn.Identity()
 
 
-class EagleNet(layer_net.ChainNet):
+class EagleNet(chain_net.ChainNet):
     """The drafter's network: see DraftNet."""
 
     kind: ClassVar[kinds.SpeculatorKind] = KIND

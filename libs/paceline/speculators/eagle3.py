@@ -20,7 +20,7 @@ from paceline.config import Config
 from paceline.errors import InvalidInput
 from paceline.models import decoder, products
 from paceline.models.config import ModelConfig, parse_config
-from paceline.speculators import kinds, layer_drafter, layer_net, vocabulary
+from paceline.speculators import chain_net, kinds, layer_drafter, layer_net, vocabulary
 
 KIND = kinds.SPECULATORS["eagle3"]
 (ARCHITECTURE,) = KIND.architectures
@@ -32,7 +32,7 @@ _VARIANTS = (
 """Switches of networks with other tensors or another recurrence; the published one has none."""
 
 
-class Eagle3Options(layer_net.ChainOptions):
+class Eagle3Options(chain_net.ChainOptions):
     """Settings of an EAGLE-3 drafter."""
 
     inner_layers: tuple[int, ...] = ()
@@ -63,7 +63,7 @@ class Eagle3Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Eagle3Net(layer_net.ChainNet):
+class Eagle3Net(chain_net.ChainNet):
     """The drafter's network: see DraftNet.
 
     Sharded as one part, since every step of a chain runs all of it.

@@ -142,12 +142,16 @@ class RolloutServicer(RolloutServiceServicer):
 
     async def GetStatus(self, request: rpb.GetStatusRequest, context: Any) -> rpb.GetStatusResponse:
         gateway = self._gateway
-        healths, workers = await gateway.router.healths(), []
-        for seat in gateway.router.seats:
-            pid, health = seat.process.pid if seat.process else 0, healths.get(seat.index)
-            status = rpb.WorkerStatus(worker_index=seat.index, pid=pid, health=health)
-            status.ready = health is not None
-            workers.append(status)
+        healths = await gateway.router.healths()
+        workers = [
+            rpb.WorkerStatus(
+                worker_index=seat.index,
+                pid=seat.process.pid if seat.process else 0,
+                ready=seat.index in healths,
+                health=healths.get(seat.index),
+            )
+            for seat in gateway.router.seats
+        ]
         return rpb.GetStatusResponse(
             workers=workers,
             versions=versions_to_proto(gateway.weights.versions),

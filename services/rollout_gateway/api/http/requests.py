@@ -101,9 +101,9 @@ class Outline:
         objects = outside.count(b"{")
         self._objects += objects
         self._values += objects + outside.count(b"[") + outside.count(b",")
-        counted = {"objects": (self._objects, MAX_OBJECTS)}
-        counted["values"] = self._values, self._most_values
-        for what, (seen, most) in counted.items():
+        most_of = {"objects": MAX_OBJECTS, "values": self._most_values}
+        for what, seen in {"objects": self._objects, "values": self._values}.items():
+            most = most_of[what]
             if seen > most:
                 message, found = f"the body holds too many {what}", f"{seen} or more"
                 raise InvalidInput(message, reason="BODY_TOO_LARGE", seen=found, allowed=most)
