@@ -206,9 +206,11 @@ async def test_a_connection_that_waits_in_a_full_queue_for_a_second_serves_its_c
 ) -> None:
     """Simulates a busy machine that accepts a connection late: the kernel repeats a SYN in 1 s."""
     host, port = running[2].rsplit(":", 1)
+    writers: list[asyncio.StreamWriter] = []
 
     async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there, back = await asyncio.open_connection(host, int(port))
+        writers.extend((writer, back))
         ways = ((reader, back), (there, writer))
         await asyncio.gather(*(copy(*way) for way in ways), return_exceptions=True)
 
@@ -227,8 +229,10 @@ async def test_a_connection_that_waits_in_a_full_queue_for_a_second_serves_its_c
             with pytest.raises(grpc.aio.AioRpcError, match="this server does not have that method"):
                 await asyncio.wait_for(call, patient(10))
         proxy.close()
-        for one in waiting:
+        for one in (*waiting, *writers):
             one.close()
+        closing = (one.wait_closed() for one in writers)
+        await asyncio.wait_for(asyncio.gather(*closing, return_exceptions=True), patient(10))
 
 
 async def drained(call: AsyncIterator[Any]) -> None:

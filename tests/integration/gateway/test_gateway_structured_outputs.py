@@ -55,13 +55,11 @@ async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ser
         yield served
 
 
-def client(gateway: Served) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(
-        base_url=f"{gateway.http.base_url}/v1",
-        api_key="none",
-        timeout=patient(30),
-        max_retries=0,
-    )
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(gateway: Served) -> AsyncIterator[openai.AsyncOpenAI]:
+    url, own = f"{gateway.http.base_url}/v1", {"timeout": patient(30), "max_retries": 0}
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", **own) as opened:
+        yield opened
 
 
 FORMS: list[tuple[dict[str, Any], str]] = [
@@ -77,24 +75,23 @@ FORMS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("demand", "form"), FORMS)
 async def test_an_answer_has_the_form_that_was_asked_for(
-    gateway: Served, demand: dict[str, Any], form: str
+    client: openai.AsyncOpenAI, demand: dict[str, Any], form: str
 ) -> None:
     extra = {"structured_outputs": demand}
-    who = client(gateway)
-    spoken = await who.chat.completions.create(
+    spoken = await client.chat.completions.create(
         model="policy_start", messages=ASK, max_tokens=150, extra_body=extra, seed=3
     )
     assert spoken.choices[0].finish_reason == "stop"
     assert re.fullmatch(form, spoken.choices[0].message.content or "")
-    told = await who.completions.create(
+    told = await client.completions.create(
         model="policy_start", prompt="48:36=", max_tokens=150, extra_body=extra, seed=4, n=2
     )
     assert all(re.fullmatch(form, choice.text) for choice in told.choices)
 
 
-async def test_completions_take_a_response_format(gateway: Served) -> None:
+async def test_completions_take_a_response_format(client: openai.AsyncOpenAI) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "w", "schema": SCHEMA}}
-    told = await client(gateway).completions.create(
+    told = await client.completions.create(
         model="policy_start",
         prompt="1=",
         max_tokens=150,
@@ -107,7 +104,7 @@ async def test_completions_take_a_response_format(gateway: Served) -> None:
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_call_that_is_asked_for_is_made_with_valid_arguments(
-    gateway: Served, choice: Any, stream: bool
+    client: openai.AsyncOpenAI, choice: Any, stream: bool
 ) -> None:
     asked: dict[str, Any] = {
         "model": "policy_start",
@@ -119,10 +116,10 @@ async def test_a_call_that_is_asked_for_is_made_with_valid_arguments(
     }
     for seed in range(3):
         if stream:
-            async with client(gateway).chat.completions.stream(**asked, seed=seed) as news:
+            async with client.chat.completions.stream(**asked, seed=seed) as news:
                 answer: Any = await news.get_final_completion()
         else:
-            answer = await client(gateway).chat.completions.create(**asked, seed=seed)
+            answer = await client.chat.completions.create(**asked, seed=seed)
         message = answer.choices[0].message
         assert answer.choices[0].finish_reason == "tool_calls"
         assert not message.content

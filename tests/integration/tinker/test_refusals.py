@@ -128,6 +128,13 @@ async def test_calls_run_in_the_order_of_their_numbers(served: TinkerServer, cli
         assert "momentum" in failure["error"]
 
 
+async def test_telemetry_of_the_sdk_is_accepted_and_dropped(served: TinkerServer) -> None:
+    async with httpx.AsyncClient(base_url=served.url, timeout=60) as http:
+        body = {"events": [], "platform": "linux", "sdk_version": "1", "session_id": "unknown"}
+        answer = await http.post("/api/v1/telemetry", json=body, headers={"x-api-key": served.key})
+        assert (answer.status_code, answer.json()) == (200, {"status": "accepted"})
+
+
 async def test_strangers_and_large_bodies_are_refused(served: TinkerServer) -> None:
     async with httpx.AsyncClient(base_url=served.url, timeout=60) as http:
         path, key = "/api/v1/create_session", {"x-api-key": served.key}
