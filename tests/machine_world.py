@@ -253,8 +253,6 @@ def choices(state: State) -> Iterator[Event]:
     """Events that an operator may request."""
     yield events.DrafterChosen(0.0, None, lasting=True)
     yield events.DrafterUnpinned(0.0)
-    for profile in state.settings.profiles:
-        yield events.ProfileChosen(0.0, "" if state.versions.profile else profile)
     if state.previous_drafter is not None:
         yield events.DrafterChosen(0.0, None, lasting=False)
         yield events.DrafterChosen(0.0, state.previous_drafter, lasting=True)

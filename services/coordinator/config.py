@@ -3,11 +3,10 @@
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from paceline.config import Config, ServiceConfig, Temperature
-from paceline.errors import ConfigError, InvalidInput
-from paceline.models.profiles import check_profile
+from paceline.errors import ConfigError
 from paceline.services.coordinator.machine import settings
 from paceline.services.coordinator.trackers import TrackerName, check_trackers
 from paceline.tasks import MAX_SAMPLES, Columns, scores_itself
@@ -18,13 +17,6 @@ EXTERNAL = "external"
 """Name of the environment in which external agents run the tasks."""
 AGENT = "agent"
 """Name of the reward rule for rewards posted by the agent."""
-
-
-def _rounded(values: tuple[str, ...]) -> tuple[str, ...]:
-    try:
-        return tuple(map(check_profile, values))
-    except InvalidInput as error:  # pydantic adds the setting's path
-        raise ValueError(str(error)) from error
 
 
 TRAIN_DURING_PUSH = True
@@ -171,13 +163,9 @@ class CoordinatorConfig(ServiceConfig):
     """Effect of a commit on running requests. in_place: continue with their keys and values;
     retract: continue with recomputed keys and values; abort: end, and restart from their tokens.
     """
-    profiles: Annotated[tuple[str, ...], AfterValidator(_rounded)] = ()
-    """Profiles available to `paceline use-profile` during the run, besides the profile of the start
-    and none.
-    """
     profile_stays: bool = False
-    """Whether sets keep the profile of the start, against operators and the audit. `paceline` sets
-    it for an SGLang engine with a profile.
+    """Whether sets keep the profile of the start, also one that the audit finds inexact. `paceline`
+    sets it for an SGLang engine with a profile.
     """
     training_interval_steps: int = Field(default=10, ge=1)
     """RL steps between two trainings of the drafter."""

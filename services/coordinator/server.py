@@ -93,16 +93,6 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         await self._choose(events.DrafterUnpinned(self._runner.now()))
         return pb.UnpinDrafterResponse(drafters=drafters_of(self._runner.transitions.state))
 
-    async def ChooseProfile(self, request: pb.ChooseProfileRequest, context: Any) -> Any:
-        """Sets the profile that the next policies are rounded to. Raises FailedPrecondition with
-        the objection, if any.
-        """
-        await self._choose(events.ProfileChosen(self._runner.now(), request.profile))
-        state = self._runner.transitions.state
-        return pb.ChooseProfileResponse(
-            serving=versions_to_proto(state.versions), next=choice.due_profile(state)
-        )
-
     async def _choose_drafter(
         self, request: pb.RollBackRequest | pb.PinDrafterRequest, *, lasting: bool
     ) -> pb.DrafterChoice:

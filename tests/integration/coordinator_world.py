@@ -97,7 +97,6 @@ class Script:
     )  # step and groups of each TrainStep
     epochs: list[tuple[str, int]] = field(default_factory=list)
     commits: list[tuple[int, int, int]] = field(default_factory=list)
-    profiles: list[str] = field(default_factory=list)  # of the commits
     serving: dict[str, VersionSet] = field(default_factory=dict)
     lent: set[int] = field(default_factory=set)  # workers that have given their memory back
     order: list[str] = field(default_factory=list)  # calls to the peers, in order
@@ -299,7 +298,6 @@ class Weights(WeightServiceServicer):
             elif self.script.spoiled and len(self.script.commits) == 1:
                 assert self.script.trained == [0, 0], "the policy is pushed before it serves"
                 self.damaged = []
-            self.script.profiles.append(request.versions.profile)
             self.script.commits.append(
                 (request.versions.seq, request.versions.policy, request.versions.drafter)
             )

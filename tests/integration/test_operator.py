@@ -26,7 +26,6 @@ from paceline.cli.access import Coordinator, coordinator_of
 from paceline.cli.active import (
     Request,
     choose_drafter,
-    choose_profile,
     pause_run,
     resume_run,
     stop_run,
@@ -115,37 +114,6 @@ async def test_an_unpinned_run_serves_what_was_promoted_meanwhile(
         script.released.set()
         await run
     assert script.commits == [(1, 1, 1), (2, 2, 2), (3, 3, 3)]
-
-
-async def profiles_said(config: CoordinatorConfig, profile: str) -> str:
-    """Output of `paceline use-profile`."""
-    told = io.StringIO()
-    coordinator = coordinator_of([], config.addresses.coordinator)
-    assert await choose_profile(coordinator, profile, Console(file=told, width=200)) == 0
-    return told.getvalue().strip()
-
-
-async def test_paceline_use_profile_rounds_the_next_policy_and_outlives_the_coordinator(
-    redis_url: str, tmp_path: Path
-) -> None:
-    async with running_peers(script := Script(hold_step=1)) as peers:
-        chosen = overrides(peers, redis_url, tmp_path, steps=3)
-        config = config_of([*chosen, 'coordinator.profiles=["int8", "fp8_channel"]'])
-        stop = asyncio.Event()
-        first = asyncio.create_task(serve(config, stop))
-        await asyncio.wait_for(script.holding.wait(), WAIT_S)
-        assert await profiles_said(config, "int8") == "p1 serves under no profile; int8 from p2 on"
-        stop.set()
-        await first
-        script.holding.clear()
-        run = await held(script, config)
-        with pytest.raises(FailedPrecondition, match=r"seen: int4; allowed: .*fp8_channel, int8"):
-            await profiles_said(config, "int4")
-        script.released.set()
-        await run
-    assert script.profiles == ["", "int8", "int8"]
-    entries = await journal_of(config)
-    assert records_of(entries)[-1]["versions"]["profile"] == "int8"
 
 
 REFUSED: list[tuple[Request, str]] = [

@@ -27,7 +27,6 @@ UNNUMBERED = (
     events.StopRequested,
     events.DrafterChosen,
     events.DrafterUnpinned,
-    events.ProfileChosen,
     events.Paused,
     events.Continued,
     events.ServiceLost,
@@ -107,7 +106,6 @@ class World(RuleBasedStateMachine):
             probe_every=2,
             groups_per_step=groups,
             dynamic_sampling_rounds=rounds,
-            profiles=("int8",),
         )
         self.feed(events.RunStarted(0.0, wanted, VersionSet()))
 
@@ -339,11 +337,6 @@ class World(RuleBasedStateMachine):
     @rule()
     def stop_requested(self) -> None:
         self.feed(events.StopRequested(self.tick()))
-
-    @precondition(lambda self: self.state.phase in LIVE)
-    @rule(profile=st.sampled_from(["", "int8", "fp8_tensor"]))
-    def an_operator_chooses_a_profile(self, profile: str) -> None:
-        self.feed(events.ProfileChosen(self.tick(), profile))
 
     @precondition(lambda self: self.state.phase in LIVE)
     @rule(version=st.sampled_from([None, "serving", "previous", 99]), kind=st.integers(0, 2))

@@ -97,21 +97,6 @@ async def choose_drafter(coordinator: Coordinator, request: Request, console: Co
     return 0
 
 
-async def choose_profile(coordinator: Coordinator, profile: str, console: Console) -> int:
-    """Prints what the policy is rounded to, and from when on; 0. Raises as `choose_drafter` does,
-    also for a profile that the run may not change to.
-    """
-    request = pb.ChooseProfileRequest(profile=profile)
-    async with opened(coordinator) as (_, stub):
-        answer = await stub.ChooseProfile(request, timeout=DEADLINE_S)
-    serving, following = (one or "no profile" for one in (answer.serving.profile, answer.next))
-    line = f"p{answer.serving.policy} serves under {serving}"
-    if following != serving:
-        line += f"; {following} from p{answer.serving.policy + 1} on"
-    console.print(line, highlight=False, soft_wrap=True)
-    return 0
-
-
 def drafter_line(drafters: pb.DrafterChoice) -> str:
     """Which drafter serves, what was chosen, and what waits for it."""
     parts = [f"drafter d{drafters.serving} serves"]

@@ -82,16 +82,6 @@ def unpin(address: CoordinatorAddress = None, config: ConfigFiles = None) -> Non
     _operate("choose_drafter", None, address, config, UnpinDrafterRequest())
 
 
-def use_profile(
-    profile: Annotated[str, typer.Argument(help="one of coordinator.profiles, or none")],
-    address: CoordinatorAddress = None,
-    config: ConfigFiles = None,
-) -> None:
-    """Round the policy to a profile (int8, fp8 ...), from the next policy."""
-    name = "" if profile == "none" else profile
-    _operate("choose_profile", None, address, config, name)
-
-
 def _operate(
     function: str,
     run: str | None,
@@ -226,6 +216,6 @@ def init(
 
 
 COMMANDS: tuple[Callable[..., None], ...] = (
-    *(status, stop, pause, resume, use_profile, report, page, why, evaluate_model, init),
+    *(status, stop, pause, resume, report, page, why, evaluate_model, init),
 )
 DRAFTER_COMMANDS: tuple[Callable[..., None], ...] = (rollback, pin, unpin)

@@ -75,10 +75,7 @@ def plan_run(
     gpus_of_node = leased // nodes if elsewhere and on_gpus else len(gpus)
     ranks = nodes * _policy_ranks(policy.ranks // nodes, leased // nodes, gpus_of_node)
     _check_slots(found, ranks, slots, len(gpus))
-    if coordinator.profiles and gateway.engine.kind == "sglang":
-        message = "SGLang keeps the profile that it was started with; unset coordinator.profiles"
-        raise ConfigError(message, seen="gateway.engine.kind=sglang", allowed="embedded")
-    _check_correction(gateway, policy, coordinator.profiles)
+    _check_correction(gateway, policy)
     start_s = max(gateway.engine.ready_deadline_s, policy.start_deadline_s)
     lines = [*check_disk(found), check_memory(found, ranks, gpus)]
     derived = [*fitted, *_derived(found, ranks)]
@@ -168,7 +165,7 @@ def _derived(found: Mapping[str, Any], ranks: int) -> list[str]:
     return [setting for setting, needed in derived.items() if needed]
 
 
-def _check_correction(gateway: Any, policy: Any, profiles: Sequence[str]) -> None:
+def _check_correction(gateway: Any, policy: Any) -> None:
     """Raises ConfigError if tokens may be drawn in coarser numbers than in training, without a
     correction. The policy then drifts until it collapses.
     """
@@ -181,8 +178,6 @@ def _check_correction(gateway: Any, policy: Any, profiles: Sequence[str]) -> Non
     if rounded:
         drawn = "+".join(rounded.values())
         settings = [f"gateway.engine.{engine.kind}.{name}={one}" for name, one in rounded.items()]
-    elif profiles:
-        drawn, settings = "+".join(profiles), [f"coordinator.profiles={[*profiles]}"]
     elif policy.publish_dtype != "float32":
         drawn = policy.publish_dtype
         settings = [f"policy_trainer.publish_dtype={drawn}"]

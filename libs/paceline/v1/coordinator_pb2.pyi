@@ -328,20 +328,6 @@ class UnpinDrafterResponse(_message.Message):
     drafters: DrafterChoice
     def __init__(self, drafters: _Optional[_Union[DrafterChoice, _Mapping]] = ...) -> None: ...
 
-class ChooseProfileRequest(_message.Message):
-    __slots__ = ("profile",)
-    PROFILE_FIELD_NUMBER: _ClassVar[int]
-    profile: str
-    def __init__(self, profile: _Optional[str] = ...) -> None: ...
-
-class ChooseProfileResponse(_message.Message):
-    __slots__ = ("serving", "next")
-    SERVING_FIELD_NUMBER: _ClassVar[int]
-    NEXT_FIELD_NUMBER: _ClassVar[int]
-    serving: _trajectory_pb2.VersionSet
-    next: str
-    def __init__(self, serving: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., next: _Optional[str] = ...) -> None: ...
-
 class Facts(_message.Message):
     __slots__ = ("facts",)
     FACTS_FIELD_NUMBER: _ClassVar[int]

@@ -75,11 +75,6 @@ class CoordinatorServiceStub:
                 request_serializer=paceline_dot_v1_dot_coordinator__pb2.UnpinDrafterRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_coordinator__pb2.UnpinDrafterResponse.FromString,
                 _registered_method=True)
-        self.ChooseProfile = channel.unary_unary(
-                '/paceline.v1.CoordinatorService/ChooseProfile',
-                request_serializer=paceline_dot_v1_dot_coordinator__pb2.ChooseProfileRequest.SerializeToString,
-                response_deserializer=paceline_dot_v1_dot_coordinator__pb2.ChooseProfileResponse.FromString,
-                _registered_method=True)
 
 
 class CoordinatorServiceServicer:
@@ -142,13 +137,6 @@ class CoordinatorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ChooseProfile(self, request, context):
-        """Rounds policies to a profile from the next policy, if the canary accepts it.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_CoordinatorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -191,11 +179,6 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.UnpinDrafter,
                     request_deserializer=paceline_dot_v1_dot_coordinator__pb2.UnpinDrafterRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_coordinator__pb2.UnpinDrafterResponse.SerializeToString,
-            ),
-            'ChooseProfile': grpc.unary_unary_rpc_method_handler(
-                    servicer.ChooseProfile,
-                    request_deserializer=paceline_dot_v1_dot_coordinator__pb2.ChooseProfileRequest.FromString,
-                    response_serializer=paceline_dot_v1_dot_coordinator__pb2.ChooseProfileResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -415,33 +398,6 @@ class CoordinatorService:
             '/paceline.v1.CoordinatorService/UnpinDrafter',
             paceline_dot_v1_dot_coordinator__pb2.UnpinDrafterRequest.SerializeToString,
             paceline_dot_v1_dot_coordinator__pb2.UnpinDrafterResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ChooseProfile(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/paceline.v1.CoordinatorService/ChooseProfile',
-            paceline_dot_v1_dot_coordinator__pb2.ChooseProfileRequest.SerializeToString,
-            paceline_dot_v1_dot_coordinator__pb2.ChooseProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -18,7 +18,7 @@ from paceline.services.coordinator.machine.step import EVENTS
 from paceline.tagged_json import fields_of, from_object, to_object
 from paceline.v1 import coordinator_pb2 as pb
 
-VERSION = 9
+VERSION = 10
 
 
 SlotRange = tuple[int, int, Holder, int]

@@ -1,7 +1,7 @@
-"""Keeps an operator's choices: the pause of the run, the serving drafter and the policy's profile.
+"""Keeps an operator's choices: the pause of the run and the serving drafter.
 
 A paused run rests when the present step has ended. A chosen drafter serves with the next commit,
-while drafters promoted by the gate wait. A profile serves with the next policy.
+while drafters promoted by the gate wait.
 """
 
 from dataclasses import replace
@@ -11,13 +11,7 @@ from paceline.services.coordinator.machine.commands import Decision, Objection
 from paceline.services.coordinator.machine.state import DrafterPin, Phase, State
 from paceline.trajectory import NUMBERS_PATH
 
-Choice = (
-    events.Paused
-    | events.Continued
-    | events.DrafterChosen
-    | events.DrafterUnpinned
-    | events.ProfileChosen
-)
+Choice = events.Paused | events.Continued | events.DrafterChosen | events.DrafterUnpinned
 
 
 def objection(state: State, event: Choice) -> Objection | None:
@@ -25,12 +19,10 @@ def objection(state: State, event: Choice) -> Objection | None:
     match event:
         case events.Paused():
             return _against_pause(state)
-        case events.DrafterChosen() | events.ProfileChosen() if not _commits_follow(state):
+        case events.DrafterChosen() if not _commits_follow(state):
             return Objection("no commit follows in this run", state.doing, "a step that is to end")
         case events.DrafterChosen():
             return _against_drafter(state, event)
-        case events.ProfileChosen():
-            return _against_profile(state, event)
     return None
 
 
@@ -67,20 +59,6 @@ def _against_drafter(state: State, event: events.DrafterChosen) -> Objection | N
     return None
 
 
-def _against_profile(state: State, event: events.ProfileChosen) -> Objection | None:
-    serving, settings = state.versions.profile, state.settings
-    if settings.profile_stays and event.profile != serving:
-        return Objection("the engine cannot leave the profile of its start", event.profile, serving)
-    known = ("", serving, *settings.profiles)
-    if event.profile not in known:
-        named = ", ".join(sorted({one for one in known if one})) or "none"
-        allowed = f"coordinator.profiles: {named}"
-        return Objection("this run may not change to the profile", event.profile, allowed)
-    if NUMBERS_PATH + event.profile in state.quarantined:
-        return Objection("the audit found it inexact", event.profile, "another profile, or none")
-    return None
-
-
 def paused(state: State, event: events.Paused | events.Continued) -> Decision:
     """Stops the draw of tasks, or allows it again."""
     return Decision(replace(state, paused=isinstance(event, events.Paused)))
@@ -105,20 +83,13 @@ def drafter_unpinned(state: State, event: events.DrafterUnpinned) -> Decision:
     return Decision(replace(state, pin=None))
 
 
-def profile_chosen(state: State, event: events.ProfileChosen) -> Decision:
-    """Sets the profile of the next policy."""
-    done = event.profile == state.versions.profile
-    return Decision(replace(state, profile=None if done else event.profile))
-
-
 def due_profile(state: State) -> str:
-    """The profile of the next policy: the chosen one, else the serving one. A profile that the
-    audit found inexact is dropped if the engine can serve without it.
+    """The profile of the next policy: the serving one. A profile that the audit found inexact is
+    dropped if the engine can serve without it.
     """
-    if state.settings.profile_stays:
-        return state.versions.profile
-    wanted = state.versions.profile if state.profile is None else state.profile
-    return "" if NUMBERS_PATH + wanted in state.quarantined else wanted
+    serving = state.versions.profile
+    inexact = NUMBERS_PATH + serving in state.quarantined
+    return "" if inexact and not state.settings.profile_stays else serving
 
 
 def due_drafter(state: State) -> int:

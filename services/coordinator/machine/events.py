@@ -249,12 +249,6 @@ class DrafterUnpinned(Event):
     """An operator returns the choice of the drafter to the gate."""
 
 
-class ProfileChosen(Event):
-    """An operator selects the profile of the next policies; "" is none."""
-
-    profile: str
-
-
 class ServiceLost(Event):
     """A call failed because its service is down."""
 

@@ -77,8 +77,6 @@ def committed(state: State, event: events.Committed) -> Decision:
     """
     served, rolled_back = state.versions, _is_rollback(state)
     state = replace(state, versions=event.versions, committing=None)
-    if event.versions.profile == state.profile:
-        state = replace(state, profile=None)
     if event.versions.drafter == state.promoted:
         state = replace(state, promoted=None)
     if event.versions.drafter != served.drafter:
@@ -101,16 +99,14 @@ def committed(state: State, event: events.Committed) -> Decision:
 
 
 def commit_failed(state: State, event: events.CommitFailed) -> Decision:
-    """Drops the rollback, the pin or the profile that caused the failure, leaves out a promoted
-    drafter, or pushes the policy again.
+    """Drops the rollback or the pin that caused the failure, leaves out a promoted drafter, or
+    pushes the policy again.
     """
     rejected = event.versions.drafter
     if _is_rollback(state):
         pin = state.pin if state.pin is not None and state.pin.version != rejected else None
         state = replace(state, rollback=False, previous_drafter=None, committing=None, pin=pin)
         return Decision(state, enters=Phase.COMMIT)
-    if state.profile is not None and event.versions.profile == state.profile:
-        return serve(replace(state, profile=None, committing=None))
     if rejected == state.promoted:
         state, issued, _ = serve(replace(state, promoted=None, committing=None))
         abort = commands.AbortDrafter(state.step, state.lease_epoch, rejected)

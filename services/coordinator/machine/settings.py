@@ -78,7 +78,6 @@ class RunSettings(Frozen):
     groups_per_step: int = 1
     samples_per_group: int = 1  # requested samples
     dynamic_sampling_rounds: int = 0  # rounds of other tasks for groups of equal rewards; 0: none
-    profiles: tuple[str, ...] = ()  # profiles that an operator may choose
     profile_stays: bool = False  # the engine keeps the profile of its start
     tasks: str = ""  # number and hash of the tasks; empty: agents bring tasks
 

@@ -168,7 +168,6 @@ class State:
     candidate: tuple[int, int] = (0, 0)  # last promotion: its lease's epoch, its version
     rollback: bool = False  # serve the previous drafter again before the next policy
     pin: DrafterPin | None = None  # promotions wait meanwhile
-    profile: str | None = None  # chosen by an operator for the next policy
     prepared: int | None = None  # policy prepared at the gateway, served by the next commit
     committing: VersionSet | None = None
     evaluations: tuple[Evaluation, ...] = ()  # still to make before the next step

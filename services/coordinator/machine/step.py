@@ -47,18 +47,14 @@ from paceline.services.coordinator.machine.events import PathsBeyondBound
 from paceline.services.coordinator.machine.rollout import draw_of
 from paceline.services.coordinator.machine.rules import follow
 from paceline.services.coordinator.machine.state import MachineError, Phase, Service, State
-from paceline.trajectory import NUMBERS_PATH
 
 
 def quarantined(state: State, event: PathsBeyondBound) -> Decision:
-    """Adds the paths to the quarantine in order of discovery; quarantined paths change nothing. The
-    next policy drops an inexact profile.
-    """
+    """Adds the paths to the quarantine in order of discovery; quarantined paths change nothing."""
     new = tuple(dict.fromkeys(path for path in event.paths if path not in state.quarantined))
     if not new:
         return Decision(state)
-    profile = None if NUMBERS_PATH + (state.profile or "") in new else state.profile
-    state = replace(state, quarantined=state.quarantined + new, profile=profile)
+    state = replace(state, quarantined=state.quarantined + new)
     return Decision(state, (Quarantine(state.step, event.epoch, state.quarantined),))
 
 
@@ -227,7 +223,6 @@ EVENTS: dict[type[events.Event], EventRow] = {
     events.Continued: EventRow(LIVE, none, choice.paused),
     events.DrafterChosen: EventRow(LIVE, objection, choice.drafter_chosen),
     events.DrafterUnpinned: EventRow(LIVE, none, choice.drafter_unpinned),
-    events.ProfileChosen: EventRow(LIVE, objection, choice.profile_chosen),
     events.EvaluationDone: EventRow({Phase.EVALUATE}, call, rules.evaluation_done),
     events.CheckpointsSaved: EventRow({Phase.CLOSING}, call, rules.checkpoints_saved),
     events.StepBegan: EventRow(RUNNING, step_number, rollout.step_began),

@@ -311,7 +311,6 @@ COARSE = (
     ("gateway.engine.dtype=bfloat16",),
     ("policy_trainer.publish_dtype=bfloat16",),
     *((f"gateway.engine.embedded.profile={name}",) for name in ROUNDED),
-    ("coordinator.profiles=['int8']",),
     *(
         (f"gateway.engine.sglang.arguments.{argument}", "gateway.engine.kind=sglang")
         for argument in ("quantization=fp8", "kv_cache_dtype=fp8_e5m2", "kv_cache_dtype=bf16")
@@ -339,13 +338,6 @@ def test_coarser_numbers_of_the_engine_need_a_correction(
     for chosen in ("weight=token", "weight=sequence", "keep=band", "bypass=true", "required=false"):
         planned(*settings, f"{correction}.{chosen}")
     planned(*settings, "policy_trainer.algorithm.name=decoupled")
-
-
-def test_profiles_to_choose_from_need_an_engine_that_changes_to_them() -> None:
-    with pytest.raises(ConfigError, match=r"unset coordinator.profiles; seen: .*kind=sglang"):
-        planned("coordinator.profiles=['int8']", "gateway.engine.kind=sglang")
-    with pytest.raises(ConfigError, match=r"no such profile; seen: int4; allowed: .*int8"):
-        planned("coordinator.profiles=['int4']")
 
 
 def test_sets_of_an_engine_that_cannot_leave_its_profile_keep_it() -> None:

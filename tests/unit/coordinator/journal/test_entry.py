@@ -75,7 +75,7 @@ def test_a_journal_with_other_fields_has_another_version() -> None:
     kinds = (*EVENTS, RunSettings, State)
     named = [(cls.__name__, [field.name for field in fields(cls)]) for cls in kinds]
     digest = hashlib.sha256(repr((sorted(named), FIELDS)).encode()).hexdigest()[:12]
-    assert (VERSION, digest) == (9, "34ac249001fd")
+    assert (VERSION, digest) == (10, "866b59180773")
 
 
 LOST: dict[str, Any] = JournalEntry(
@@ -88,7 +88,7 @@ LOST: dict[str, Any] = JournalEntry(
 
 def test_an_entry_is_plain_json_that_reports_read() -> None:
     assert LOST == {
-        "v": 9,
+        "v": 10,
         "at_s": 1.5,
         "event": "ServiceLost",
         "data": {"service": "gateway", "message": "away"},
@@ -101,7 +101,7 @@ def test_an_entry_is_plain_json_that_reports_read() -> None:
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"v": 1}, "another version; seen: 1; allowed: 9"),
+        ({"v": 1}, "another version; seen: 1; allowed: 10"),
         ({"event": "Vanished"}, "names an event that is not known here; seen: Vanished"),
         ({"event": None}, "names an event"),
         ({"event": ["ServiceLost"]}, "names an event"),

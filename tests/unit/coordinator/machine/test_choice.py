@@ -164,85 +164,26 @@ def test_nothing_is_rolled_back_while_a_drafter_is_pinned() -> None:
 # ---- profiles
 
 
-def choosing(**values: object) -> State:
-    """A run that may change to INT8 and begins without a profile."""
-    state = rolling_out(**values)
-    return replace(state, settings=replace(state.settings, profiles=("int8",)))
-
-
-INT8, NONE = events.ProfileChosen(2, "int8"), events.ProfileChosen(3, "")
-
-
-def test_a_chosen_profile_serves_with_the_next_policy_and_stays_until_another_is_chosen() -> None:
-    state, sets = sets_of_a_step(chosen(choosing(), INT8))
-    assert sets == [VersionSet(4, 1, 7, "int8")]
-    assert state.profile is None
-    state, sets = sets_of_a_step(state)
-    assert sets == [VersionSet(5, 2, 7, "int8")]
-    assert sets_of_a_step(chosen(state, NONE))[1] == [VersionSet(6, 3, 7)]
+def rounded(*, stays: bool) -> State:
+    """A run that begins with INT8."""
+    settings = replace(SETTINGS, profile_stays=stays)
+    state = step(State(), events.RunStarted(0, settings, VersionSet(3, 0, 7, "int8")))[0]
+    return step(state, events.StepBegan(1, 0))[0]
 
 
 def test_a_rollback_of_the_drafter_keeps_the_profile_of_the_policy_that_serves() -> None:
-    state = chosen(choosing(), INT8, ROLLBACK)
-    assert sets_of_a_step(state)[1] == [VersionSet(4, 0, 4), VersionSet(5, 1, 4, "int8")]
+    state = replace(rounded(stays=False), previous_drafter=4)
+    sets = sets_of_a_step(chosen(state, ROLLBACK))[1]
+    assert sets == [VersionSet(4, 0, 4, "int8"), VersionSet(5, 1, 4, "int8")]
 
 
-def test_a_profile_that_is_taken_back_before_the_commit_leaves_nothing() -> None:
-    assert chosen(choosing(), INT8, NONE) == choosing()
-
-
-def test_the_policy_serves_without_a_profile_that_the_canary_refuses() -> None:
-    state = chosen(choosing(promoted=8), INT8)
-    state = chosen(state, events.TasksFinished(3, state.rollouts.epoch))
-    state, issued = step(state, events.PolicyPrepared(4, state.learner.epoch, 1))
-    tried = VersionSet(4, 1, 8, "int8")
+@pytest.mark.parametrize(("stays", "profile"), [(False, ""), (True, "int8")])
+def test_an_inexact_profile_is_left_with_the_next_policy_unless_the_engine_cannot(
+    stays: bool, profile: str
+) -> None:
+    state = rounded(stays=stays)
+    state = chosen(state, events.TasksFinished(2, state.rollouts.epoch))
+    state = chosen(state, events.PathsBeyondBound(3, state.learner.epoch, ("numbers=int8",)))
+    issued = step(state, events.PolicyPrepared(4, state.learner.epoch, 1))[1]
     assert isinstance(issued[-1], commands.Commit)
-    assert issued[-1].versions == tried
-    state, issued = step(state, events.CommitFailed(5, tried, "log-probs are not finite"))
-    assert issued == (commands.Commit(0, state.epoch, VersionSet(5, 1, 8)),)
-    assert state.profile is None
-
-
-@pytest.mark.parametrize("when", ["chosen", "serving"])
-def test_a_profile_that_the_audit_finds_inexact_is_left_with_the_next_policy(when: str) -> None:
-    state = chosen(choosing(), INT8)
-    if when == "serving":
-        state = sets_of_a_step(state)[0]
-    number = state.step
-    state = chosen(state, events.TasksFinished(3, state.rollouts.epoch))
-    paths = events.PathsBeyondBound(4, state.learner.epoch, ("numbers=int8",))
-    state = chosen(state, paths)
-    state, issued = step(state, events.PolicyPrepared(5, state.learner.epoch, number + 1))
-    assert isinstance(issued[-1], commands.Commit)
-    assert issued[-1].versions.profile == ""
-    against = objection(state, INT8)
-    assert against is not None
-    assert against.message == "the audit found it inexact"
-
-
-def test_a_profile_that_the_run_did_not_name_is_refused_with_those_that_it_did() -> None:
-    against = objection(choosing(), events.ProfileChosen(2, "fp8_tensor"))
-    assert against is not None
-    assert (against.seen, against.allowed) == ("fp8_tensor", "coordinator.profiles: int8")
-    state = choosing()
-    refusal = commands.Refuse("ProfileChosen", 0, 0)
-    assert step(state, events.ProfileChosen(2, "fp8_tensor")) == (state, (refusal,))
-
-
-def test_the_profile_of_the_start_may_be_left_and_not_taken_again_unless_it_is_named() -> None:
-    state = step(State(), events.RunStarted(0, SETTINGS, VersionSet(3, 0, 7, "int8")))[0]
-    state = step(state, events.StepBegan(1, 0))[0]
-    state, sets = sets_of_a_step(chosen(state, NONE))
-    assert sets == [VersionSet(4, 1, 7)]
-    assert objection(state, INT8) is not None
-
-
-def test_a_profile_that_the_engine_cannot_leave_stays_whoever_wants_another() -> None:
-    settings = replace(SETTINGS, profile_stays=True)
-    state = step(State(), events.RunStarted(0, settings, VersionSet(3, 0, 7, "int8_w8a8")))[0]
-    state = step(state, events.StepBegan(1, 0))[0]
-    against = objection(state, NONE)
-    assert against is not None
-    assert (against.seen, against.allowed) == ("", "int8_w8a8")
-    paths = events.PathsBeyondBound(2, state.learner.epoch, ("numbers=int8_w8a8",))
-    assert sets_of_a_step(chosen(state, paths))[1] == [VersionSet(4, 1, 7, "int8_w8a8")]
+    assert issued[-1].versions == VersionSet(4, 1, 7, profile)
