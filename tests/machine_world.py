@@ -232,7 +232,6 @@ def moves(world: World) -> Iterator[Move]:
         return
     yield Move(events.Resumed(0.0, state.settings.total_steps), (), 1)
     yield Move(events.StopRequested(0.0), calls, 1)
-    yield from (Move(event, calls, 1) for event in choices(state))
     for service, kinds in CALLS_OF.items():
         left = tuple(call for call in calls if not isinstance(call.command, kinds))
         if service not in state.lost and (len(left) < len(calls) or service in OPTIONAL):
@@ -247,15 +246,6 @@ def about_a_pause(world: World) -> Iterator[Move]:
     elif world.pauses and state.phase in LIVE:
         said = events.Continued if state.paused else events.Paused
         yield Move(said(0.0), world.calls, pauses=1)
-
-
-def choices(state: State) -> Iterator[Event]:
-    """Events that an operator may request."""
-    yield events.DrafterChosen(0.0, None, lasting=True)
-    yield events.DrafterUnpinned(0.0)
-    if state.previous_drafter is not None:
-        yield events.DrafterChosen(0.0, None, lasting=False)
-        yield events.DrafterChosen(0.0, state.previous_drafter, lasting=True)
 
 
 def answers(call: Call, state: State) -> Iterator[tuple[Event, int | str | None]]:
@@ -366,7 +356,6 @@ def key(world: World) -> tuple[object, ...]:
     drafter = ranks(
         *(state.candidate[1], state.versions.drafter, state.promoted, state.previous_drafter),
         committing and committing.drafter,
-        state.pin and state.pin.version,
     )
     return (
         *(state.phase, waiting[state.phase_epoch], drafting[state.lease_epoch]),
@@ -379,9 +368,8 @@ def key(world: World) -> tuple[object, ...]:
         lease and (drafting[lease.epoch], lease.slots, lease.preempting, lease.attached),
         *(state.versions.policy, drafter[state.versions.drafter], drafter[state.promoted]),
         *(drafter[state.previous_drafter], state.rollback, state.prepared, state.evaluations),
-        state.pin and (drafter[state.pin.version], state.pin.lasting),
         committing and (committing.policy, drafter[committing.drafter], committing.profile),
-        *(state.versions.profile, state.profile),
+        state.versions.profile,
         *(state.drafter_benched, state.lost, state.failed_phase),
         *(state.settings.total_steps, world.faults, state.paused, world.pauses),
         tuple((str(call.kind), _rank(call, epochs), call.said) for call in world.calls),

@@ -19,7 +19,7 @@ from paceline.services.coordinator.calls import base, executor, rollouts, slots,
 from paceline.services.coordinator.config import CoordinatorConfig
 from paceline.services.coordinator.journal.journal import TOGETHER, Journal
 from paceline.services.coordinator.journal.records import values_of
-from paceline.services.coordinator.machine import choice, commands, events
+from paceline.services.coordinator.machine import commands, events
 from paceline.services.coordinator.machine.commands import Command
 from paceline.services.coordinator.machine.events import Event
 from paceline.services.coordinator.machine.state import OPTIONAL, Phase, Service, State
@@ -123,9 +123,9 @@ class Runner:
         self._queue.put_nowait(event)
         return step(self.transitions.state, event)[0].settings.total_steps
 
-    async def choose(self, event: choice.Choice) -> State:
-        """Applies an operator's choice after the events before it; returns the state before the
-        choice. Raises FailedPrecondition when the run ends first.
+    async def choose(self, event: Event) -> State:
+        """Applies an operator's event after the events before it; returns the state before it.
+        Raises FailedPrecondition when the run ends first.
         """
         applied: asyncio.Future[State] = asyncio.get_running_loop().create_future()
         self._asked[id(event)] = applied

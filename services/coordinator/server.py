@@ -15,7 +15,8 @@ from paceline.services.coordinator.calls.base import Peers
 from paceline.services.coordinator.config import CoordinatorConfig
 from paceline.services.coordinator.journal.entry import all_slots
 from paceline.services.coordinator.journal.journal import Journal
-from paceline.services.coordinator.machine import choice, events, step
+from paceline.services.coordinator.machine import events, step
+from paceline.services.coordinator.machine.events import Event
 from paceline.services.coordinator.machine.state import Phase, State
 from paceline.services.coordinator.runner import Runner
 from paceline.streams import Ledger, connect
@@ -49,7 +50,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             last_step=records.finished[-1] if records.finished else None,
             failure=state.failure,
             away=sorted(state.lost),
-            drafters=drafters_of(state),
+            promoted_drafter=state.promoted,
             paused=state.paused,
             samples_unscored=total_unscored(records.finished),
         )
@@ -66,49 +67,27 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def PauseRun(self, request: pb.PauseRunRequest, context: Any) -> Any:
         """Pauses the run. Raises FailedPrecondition when no run is live or all steps have begun."""
         before = await self._choose(events.Paused(self._runner.now()))
-        return pb.PauseRunResponse(steps=before.rollouts.begun)
+        begun, steps = before.rollouts.begun, before.settings.total_steps
+        if before.all_begun:
+            raise FailedPrecondition(
+                "no step is left for a pause to hold back",
+                seen=f"{begun} of {steps} steps have begun, {before.doing}",
+                allowed="a run with steps that have not begun",
+            )
+        return pb.PauseRunResponse(steps=begun)
 
     async def ResumeRun(self, request: pb.ResumeRunRequest, context: Any) -> Any:
         """Continues a paused run. Raises FailedPrecondition when no run is live."""
         before = await self._choose(events.Continued(self._runner.now()))
         return pb.ResumeRunResponse(was_paused=before.paused)
 
-    async def RollBack(self, request: pb.RollBackRequest, context: Any) -> Any:
-        """Returns to the previous drafter. Raises FailedPrecondition with the objection, if any."""
-        if request.HasField("policy_version"):
-            raise FailedPrecondition(
-                "a run does not go back to an older policy: its trainer would go on from the newer",
-                seen=f"p{request.policy_version}",
-                allowed="end it (paceline stop) and begin another with a checkpoint of it as "
-                "start policy: <run.dir>/checkpoints/policy/step-<version>",
-            )
-        return pb.RollBackResponse(drafters=await self._choose_drafter(request, lasting=False))
-
-    async def PinDrafter(self, request: pb.PinDrafterRequest, context: Any) -> Any:
-        """Pins the serving drafter. Raises FailedPrecondition with the objection, if any."""
-        return pb.PinDrafterResponse(drafters=await self._choose_drafter(request, lasting=True))
-
-    async def UnpinDrafter(self, request: pb.UnpinDrafterRequest, context: Any) -> Any:
-        """Removes a pin. Raises FailedPrecondition when no run is live."""
-        await self._choose(events.DrafterUnpinned(self._runner.now()))
-        return pb.UnpinDrafterResponse(drafters=drafters_of(self._runner.transitions.state))
-
-    async def _choose_drafter(
-        self, request: pb.RollBackRequest | pb.PinDrafterRequest, *, lasting: bool
-    ) -> pb.DrafterChoice:
-        version = request.drafter_version if request.HasField("drafter_version") else None
-        await self._choose(events.DrafterChosen(self._runner.now(), version, lasting))
-        return drafters_of(self._runner.transitions.state)
-
-    async def _choose(self, event: choice.Choice) -> State:
-        """Applies a choice and returns the state before it. Raises FailedPrecondition with the
-        objection, if any.
+    async def _choose(self, event: Event) -> State:
+        """Applies an operator's event and returns the state before it. Raises FailedPrecondition
+        when no run is live.
         """
         _require_live(self._runner.transitions.state)
         before = await self._runner.choose(event)
         _require_live(before)
-        if (against := choice.objection(before, event)) is not None:
-            raise FailedPrecondition(against.message, seen=against.seen, allowed=against.allowed)
         return before
 
 
@@ -116,18 +95,6 @@ def _require_live(state: State) -> None:
     if state.phase not in step.LIVE:
         allowed = ", ".join(one for one in Phase if one in step.LIVE)
         raise FailedPrecondition("no run goes on", seen=state.phase, allowed=f"phase {allowed}")
-
-
-def drafters_of(state: State) -> pb.DrafterChoice:
-    """The drafters that an operator may choose, and the present choice."""
-    pin = state.pin
-    return pb.DrafterChoice(
-        serving=state.versions.drafter,
-        previous=state.previous_drafter,
-        promoted=state.promoted,
-        chosen=pin.version if pin else None,
-        pinned=pin is not None and pin.lasting,
-    )
 
 
 async def serve(config: CoordinatorConfig, stop: asyncio.Event) -> None:

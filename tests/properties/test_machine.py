@@ -25,8 +25,6 @@ from paceline.trajectory import VersionSet
 UNNUMBERED = (
     events.Resumed,
     events.StopRequested,
-    events.DrafterChosen,
-    events.DrafterUnpinned,
     events.Paused,
     events.Continued,
     events.ServiceLost,
@@ -337,17 +335,6 @@ class World(RuleBasedStateMachine):
     @rule()
     def stop_requested(self) -> None:
         self.feed(events.StopRequested(self.tick()))
-
-    @precondition(lambda self: self.state.phase in LIVE)
-    @rule(version=st.sampled_from([None, "serving", "previous", 99]), kind=st.integers(0, 2))
-    def an_operator_chooses(self, version: str | int | None, kind: int) -> None:
-        state = self.state
-        known = {"serving": state.versions.drafter, "previous": state.previous_drafter}
-        wanted = known[version] if isinstance(version, str) else version
-        if kind == 2:
-            self.feed(events.DrafterUnpinned(self.tick()))
-        else:
-            self.feed(events.DrafterChosen(self.tick(), wanted, lasting=bool(kind)))
 
     @precondition(lambda self: self.state.phase in LIVE)
     @rule(paused=st.booleans())

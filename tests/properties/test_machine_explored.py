@@ -59,10 +59,6 @@ SETTINGS = {
         replace(THREE, **ASYNC, **CHOOSY, workers=1, drafter_enabled=False),
         0,
     ),
-    "sync, no drafter, profiles": (
-        replace(THREE, drafter_enabled=False, workers=2, profiles=("int8",)),
-        1,
-    ),
     "fully_async, colocated": (replace(THREE, **ASYNC, drafter_enabled=False), 0),
     "fully_async, disaggregated": (replace(APART, **ASYNC, drafter_enabled=False), 0),
 }

@@ -1,4 +1,4 @@
-"""Prints the state of an active run, and sends an operator's requests: stop, pause, resume, choice.
+"""Prints the state of an active run, and sends an operator's requests: stop, pause, resume.
 
 The coordinator is the source: its snapshot and the parts of all services. Beside it there are only
 the pushed sets of the gateway and the lengths of the streams.
@@ -76,41 +76,6 @@ async def wait_until(
         raise
 
 
-Request = pb.RollBackRequest | pb.PinDrafterRequest | pb.UnpinDrafterRequest
-
-
-async def choose_drafter(coordinator: Coordinator, request: Request, console: Console) -> int:
-    """Prints what serves from the next commit on; 0.
-
-    Raises Unavailable when no coordinator answers, FailedPrecondition naming what speaks against
-    it: no run goes on, the version is not kept, another one is pinned.
-    """
-    method = type(request).__name__.removesuffix("Request")
-    async with opened(coordinator) as (_, stub):
-        answer = await getattr(stub, method)(request, timeout=DEADLINE_S)
-    console.print(drafter_line(answer.drafters), highlight=False, soft_wrap=True)
-    if answer.drafters.HasField("chosen") and not answer.drafters.pinned:
-        console.print(
-            f"to keep it beyond the next step: paceline drafter pin {answer.drafters.chosen}",
-            highlight=False,
-        )
-    return 0
-
-
-def drafter_line(drafters: pb.DrafterChoice) -> str:
-    """Which drafter serves, what was chosen, and what waits for it."""
-    parts = [f"drafter d{drafters.serving} serves"]
-    chosen = drafters.chosen if drafters.HasField("chosen") else None
-    if chosen is not None and chosen != drafters.serving:
-        parts.append(f"d{chosen} from the next commit on{', pinned' if drafters.pinned else ''}")
-    elif drafters.pinned:
-        parts[0] += ", pinned"
-    if drafters.HasField("promoted"):
-        waits = "its own commit" if chosen is None else "unpin" if drafters.pinned else "a step"
-        parts.append(f"d{drafters.promoted} was promoted and waits for {waits}")
-    return "; ".join(parts)
-
-
 async def pause_run(coordinator: Coordinator, console: Console) -> int:
     """Prints the remaining work until the run is paused. Returns 0, or 1 if the run does not pause.
 
@@ -186,8 +151,8 @@ async def show_status(coordinator: Coordinator, console: Console) -> int:
     if snapshot.paused:
         when = "" if snapshot.phase == "paused" else " after the steps in progress"
         line(f"paused{when}; to continue: paceline resume")
-    if snapshot.drafters.HasField("chosen") or snapshot.drafters.HasField("promoted"):
-        line(drafter_line(snapshot.drafters))
+    if snapshot.HasField("promoted_drafter"):
+        line(f"drafter d{snapshot.promoted_drafter} was promoted and waits for its commit")
     for slots in snapshot.slots:
         last = slots.first + slots.count - 1
         numbers = f"slot {last}" if slots.count == 1 else f"slots {slots.first}-{last}"
@@ -237,7 +202,7 @@ async def read_figures(config: ServiceConfig) -> dict[str, str]:
         )
     except PacelineError:
         return {}  # the coordinator restarts or has ended
-    promoted = snapshot.drafters.promoted if snapshot.drafters.HasField("promoted") else None
+    promoted = snapshot.promoted_drafter if snapshot.HasField("promoted_drafter") else None
     return {
         "serving": str(versions_from_proto(snapshot.versions)),
         "promoted": "none" if promoted is None else f"d{promoted}",

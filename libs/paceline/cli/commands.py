@@ -49,45 +49,8 @@ def resume(run: Run = None, address: CoordinatorAddress = None, config: ConfigFi
     _operate("resume_run", run, address, config)
 
 
-def rollback(
-    version: Annotated[
-        int | None, typer.Argument(min=0, help="drafter to serve; default: the former drafter")
-    ] = None,
-    address: CoordinatorAddress = None,
-    config: ConfigFiles = None,
-) -> None:
-    """Serve the former drafter again, from the next commit and for at least one step."""
-    from paceline.v1.coordinator_pb2 import RollBackRequest
-
-    _operate("choose_drafter", None, address, config, RollBackRequest(drafter_version=version))
-
-
-def pin(
-    version: Annotated[
-        int | None, typer.Argument(min=0, help="drafter to pin; default: the serving drafter")
-    ] = None,
-    address: CoordinatorAddress = None,
-    config: ConfigFiles = None,
-) -> None:
-    """Pin the serving drafter: promoted drafters wait until it is unpinned."""
-    from paceline.v1.coordinator_pb2 import PinDrafterRequest
-
-    _operate("choose_drafter", None, address, config, PinDrafterRequest(drafter_version=version))
-
-
-def unpin(address: CoordinatorAddress = None, config: ConfigFiles = None) -> None:
-    """Remove the pin, and withdraw a pending rollback."""
-    from paceline.v1.coordinator_pb2 import UnpinDrafterRequest
-
-    _operate("choose_drafter", None, address, config, UnpinDrafterRequest())
-
-
 def _operate(
-    function: str,
-    run: str | None,
-    address: str | None,
-    config: list[Path] | None,
-    *arguments: object,
+    function: str, run: str | None, address: str | None, config: list[Path] | None
 ) -> NoReturn:
     """Runs a function of active.py, which is slow to import, on the coordinator of a run."""
     from paceline.cli import access, active
@@ -95,7 +58,7 @@ def _operate(
     if run is not None and address is not None:
         raise InvalidInput("RUN and --address name two places", seen=address, allowed=run)
     coordinator = access.find_coordinator(run, config or [], address)
-    command.run_to_exit(getattr(active, function)(coordinator, *arguments, Console()))
+    command.run_to_exit(getattr(active, function)(coordinator, Console()))
 
 
 def report(run: command.RunPlace = None, config: ConfigFiles = None, against: Against = "") -> None:
@@ -218,4 +181,3 @@ def init(
 COMMANDS: tuple[Callable[..., None], ...] = (
     *(status, stop, pause, resume, report, page, why, evaluate_model, init),
 )
-DRAFTER_COMMANDS: tuple[Callable[..., None], ...] = (rollback, pin, unpin)

@@ -29,7 +29,7 @@ app = typer.Typer(
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
-drafter = typer.Typer(no_args_is_help=True, help="Train, export and choose drafters.")
+drafter = typer.Typer(no_args_is_help=True, help="Train and export drafters.")
 app.add_typer(drafter, name="drafter")
 
 SERVICE_NAMES = [spec.command_name for spec in (*SERVICES, TINKER) if spec.address_key]
@@ -209,8 +209,6 @@ def doctor(
 
 for _command in commands.COMMANDS:
     app.command("eval" if _command is commands.evaluate_model else None)(_command)
-for _command in commands.DRAFTER_COMMANDS:
-    drafter.command()(_command)
 
 
 @app.command(context_settings=REST)

@@ -57,7 +57,7 @@ class GetSnapshotRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetSnapshotResponse(_message.Message):
-    __slots__ = ("run_id", "step", "total_steps", "phase", "slots", "versions", "last_step", "failure", "away", "drafters", "paused", "samples_unscored")
+    __slots__ = ("run_id", "step", "total_steps", "phase", "slots", "versions", "last_step", "failure", "away", "paused", "samples_unscored", "promoted_drafter")
     class SamplesUnscoredEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -74,9 +74,9 @@ class GetSnapshotResponse(_message.Message):
     LAST_STEP_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     AWAY_FIELD_NUMBER: _ClassVar[int]
-    DRAFTERS_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_UNSCORED_FIELD_NUMBER: _ClassVar[int]
+    PROMOTED_DRAFTER_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     step: int
     total_steps: int
@@ -86,27 +86,13 @@ class GetSnapshotResponse(_message.Message):
     last_step: StepRecord
     failure: str
     away: _containers.RepeatedScalarFieldContainer[str]
-    drafters: DrafterChoice
     paused: bool
     samples_unscored: _containers.ScalarMap[str, int]
-    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., total_steps: _Optional[int] = ..., phase: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[SlotRange, _Mapping]]] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., last_step: _Optional[_Union[StepRecord, _Mapping]] = ..., failure: _Optional[str] = ..., away: _Optional[_Iterable[str]] = ..., drafters: _Optional[_Union[DrafterChoice, _Mapping]] = ..., paused: _Optional[bool] = ..., samples_unscored: _Optional[_Mapping[str, int]] = ...) -> None: ...
-
-class DrafterChoice(_message.Message):
-    __slots__ = ("serving", "previous", "promoted", "chosen", "pinned")
-    SERVING_FIELD_NUMBER: _ClassVar[int]
-    PREVIOUS_FIELD_NUMBER: _ClassVar[int]
-    PROMOTED_FIELD_NUMBER: _ClassVar[int]
-    CHOSEN_FIELD_NUMBER: _ClassVar[int]
-    PINNED_FIELD_NUMBER: _ClassVar[int]
-    serving: int
-    previous: int
-    promoted: int
-    chosen: int
-    pinned: bool
-    def __init__(self, serving: _Optional[int] = ..., previous: _Optional[int] = ..., promoted: _Optional[int] = ..., chosen: _Optional[int] = ..., pinned: _Optional[bool] = ...) -> None: ...
+    promoted_drafter: int
+    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., total_steps: _Optional[int] = ..., phase: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[SlotRange, _Mapping]]] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., last_step: _Optional[_Union[StepRecord, _Mapping]] = ..., failure: _Optional[str] = ..., away: _Optional[_Iterable[str]] = ..., paused: _Optional[bool] = ..., samples_unscored: _Optional[_Mapping[str, int]] = ..., promoted_drafter: _Optional[int] = ...) -> None: ...
 
 class StepRecord(_message.Message):
-    __slots__ = ("step", "versions", "reward_mean", "response_tokens", "rollout_s", "policy_s", "step_s", "accept_length", "arm_rounds", "drafter_steps", "drafter_slot_s", "preempt_wait_s", "policy", "evaluations", "tokens_hash", "near_ties", "finished_at_s", "trace_id", "response_length_quantiles", "slot_s", "pinned_drafter", "staleness", "drafted_rounds", "groups_left_out", "reward_parts", "idle_s", "truncated_share", "groups_solved", "quarantined", "arm_drafted_rounds", "arm_round_tokens", "samples_unscored")
+    __slots__ = ("step", "versions", "reward_mean", "response_tokens", "rollout_s", "policy_s", "step_s", "accept_length", "arm_rounds", "drafter_steps", "drafter_slot_s", "preempt_wait_s", "policy", "evaluations", "tokens_hash", "near_ties", "finished_at_s", "trace_id", "response_length_quantiles", "slot_s", "staleness", "drafted_rounds", "groups_left_out", "reward_parts", "idle_s", "truncated_share", "groups_solved", "quarantined", "arm_drafted_rounds", "arm_round_tokens", "samples_unscored")
     class ArmRoundsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -204,7 +190,6 @@ class StepRecord(_message.Message):
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]
     RESPONSE_LENGTH_QUANTILES_FIELD_NUMBER: _ClassVar[int]
     SLOT_S_FIELD_NUMBER: _ClassVar[int]
-    PINNED_DRAFTER_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     GROUPS_LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
@@ -236,7 +221,6 @@ class StepRecord(_message.Message):
     trace_id: str
     response_length_quantiles: _containers.RepeatedScalarFieldContainer[int]
     slot_s: _containers.ScalarMap[str, float]
-    pinned_drafter: int
     staleness: _containers.ScalarMap[str, int]
     drafted_rounds: int
     groups_left_out: int
@@ -248,7 +232,7 @@ class StepRecord(_message.Message):
     arm_drafted_rounds: _containers.ScalarMap[str, int]
     arm_round_tokens: _containers.ScalarMap[str, int]
     samples_unscored: _containers.ScalarMap[str, int]
-    def __init__(self, step: _Optional[int] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., reward_mean: _Optional[float] = ..., response_tokens: _Optional[int] = ..., rollout_s: _Optional[float] = ..., policy_s: _Optional[float] = ..., step_s: _Optional[float] = ..., accept_length: _Optional[float] = ..., arm_rounds: _Optional[_Mapping[str, int]] = ..., drafter_steps: _Optional[int] = ..., drafter_slot_s: _Optional[float] = ..., preempt_wait_s: _Optional[float] = ..., policy: _Optional[_Mapping[str, float]] = ..., evaluations: _Optional[_Mapping[str, float]] = ..., tokens_hash: _Optional[str] = ..., near_ties: _Optional[int] = ..., finished_at_s: _Optional[float] = ..., trace_id: _Optional[str] = ..., response_length_quantiles: _Optional[_Iterable[int]] = ..., slot_s: _Optional[_Mapping[str, float]] = ..., pinned_drafter: _Optional[int] = ..., staleness: _Optional[_Mapping[str, int]] = ..., drafted_rounds: _Optional[int] = ..., groups_left_out: _Optional[int] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., idle_s: _Optional[_Mapping[str, float]] = ..., truncated_share: _Optional[float] = ..., groups_solved: _Optional[_Mapping[str, int]] = ..., quarantined: _Optional[_Iterable[str]] = ..., arm_drafted_rounds: _Optional[_Mapping[str, int]] = ..., arm_round_tokens: _Optional[_Mapping[str, int]] = ..., samples_unscored: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., reward_mean: _Optional[float] = ..., response_tokens: _Optional[int] = ..., rollout_s: _Optional[float] = ..., policy_s: _Optional[float] = ..., step_s: _Optional[float] = ..., accept_length: _Optional[float] = ..., arm_rounds: _Optional[_Mapping[str, int]] = ..., drafter_steps: _Optional[int] = ..., drafter_slot_s: _Optional[float] = ..., preempt_wait_s: _Optional[float] = ..., policy: _Optional[_Mapping[str, float]] = ..., evaluations: _Optional[_Mapping[str, float]] = ..., tokens_hash: _Optional[str] = ..., near_ties: _Optional[int] = ..., finished_at_s: _Optional[float] = ..., trace_id: _Optional[str] = ..., response_length_quantiles: _Optional[_Iterable[int]] = ..., slot_s: _Optional[_Mapping[str, float]] = ..., staleness: _Optional[_Mapping[str, int]] = ..., drafted_rounds: _Optional[int] = ..., groups_left_out: _Optional[int] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., idle_s: _Optional[_Mapping[str, float]] = ..., truncated_share: _Optional[float] = ..., groups_solved: _Optional[_Mapping[str, int]] = ..., quarantined: _Optional[_Iterable[str]] = ..., arm_drafted_rounds: _Optional[_Mapping[str, int]] = ..., arm_round_tokens: _Optional[_Mapping[str, int]] = ..., samples_unscored: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class ListStepsRequest(_message.Message):
     __slots__ = ("from_step",)
@@ -291,42 +275,6 @@ class ResumeRunResponse(_message.Message):
     WAS_PAUSED_FIELD_NUMBER: _ClassVar[int]
     was_paused: bool
     def __init__(self, was_paused: _Optional[bool] = ...) -> None: ...
-
-class RollBackRequest(_message.Message):
-    __slots__ = ("drafter_version", "policy_version")
-    DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
-    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
-    drafter_version: int
-    policy_version: int
-    def __init__(self, drafter_version: _Optional[int] = ..., policy_version: _Optional[int] = ...) -> None: ...
-
-class RollBackResponse(_message.Message):
-    __slots__ = ("drafters",)
-    DRAFTERS_FIELD_NUMBER: _ClassVar[int]
-    drafters: DrafterChoice
-    def __init__(self, drafters: _Optional[_Union[DrafterChoice, _Mapping]] = ...) -> None: ...
-
-class PinDrafterRequest(_message.Message):
-    __slots__ = ("drafter_version",)
-    DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
-    drafter_version: int
-    def __init__(self, drafter_version: _Optional[int] = ...) -> None: ...
-
-class PinDrafterResponse(_message.Message):
-    __slots__ = ("drafters",)
-    DRAFTERS_FIELD_NUMBER: _ClassVar[int]
-    drafters: DrafterChoice
-    def __init__(self, drafters: _Optional[_Union[DrafterChoice, _Mapping]] = ...) -> None: ...
-
-class UnpinDrafterRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class UnpinDrafterResponse(_message.Message):
-    __slots__ = ("drafters",)
-    DRAFTERS_FIELD_NUMBER: _ClassVar[int]
-    drafters: DrafterChoice
-    def __init__(self, drafters: _Optional[_Union[DrafterChoice, _Mapping]] = ...) -> None: ...
 
 class Facts(_message.Message):
     __slots__ = ("facts",)

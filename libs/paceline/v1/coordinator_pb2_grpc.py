@@ -60,21 +60,6 @@ class CoordinatorServiceStub:
                 request_serializer=paceline_dot_v1_dot_coordinator__pb2.ResumeRunRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_coordinator__pb2.ResumeRunResponse.FromString,
                 _registered_method=True)
-        self.RollBack = channel.unary_unary(
-                '/paceline.v1.CoordinatorService/RollBack',
-                request_serializer=paceline_dot_v1_dot_coordinator__pb2.RollBackRequest.SerializeToString,
-                response_deserializer=paceline_dot_v1_dot_coordinator__pb2.RollBackResponse.FromString,
-                _registered_method=True)
-        self.PinDrafter = channel.unary_unary(
-                '/paceline.v1.CoordinatorService/PinDrafter',
-                request_serializer=paceline_dot_v1_dot_coordinator__pb2.PinDrafterRequest.SerializeToString,
-                response_deserializer=paceline_dot_v1_dot_coordinator__pb2.PinDrafterResponse.FromString,
-                _registered_method=True)
-        self.UnpinDrafter = channel.unary_unary(
-                '/paceline.v1.CoordinatorService/UnpinDrafter',
-                request_serializer=paceline_dot_v1_dot_coordinator__pb2.UnpinDrafterRequest.SerializeToString,
-                response_deserializer=paceline_dot_v1_dot_coordinator__pb2.UnpinDrafterResponse.FromString,
-                _registered_method=True)
 
 
 class CoordinatorServiceServicer:
@@ -116,27 +101,6 @@ class CoordinatorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def RollBack(self, request, context):
-        """Serves the former drafter from the next commit, for at least one step.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def PinDrafter(self, request, context):
-        """Pins a drafter from the next commit; promotions wait until it is unpinned.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def UnpinDrafter(self, request, context):
-        """Returns the choice of the drafter to the gate; withdraws a pending rollback.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_CoordinatorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -164,21 +128,6 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.ResumeRun,
                     request_deserializer=paceline_dot_v1_dot_coordinator__pb2.ResumeRunRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_coordinator__pb2.ResumeRunResponse.SerializeToString,
-            ),
-            'RollBack': grpc.unary_unary_rpc_method_handler(
-                    servicer.RollBack,
-                    request_deserializer=paceline_dot_v1_dot_coordinator__pb2.RollBackRequest.FromString,
-                    response_serializer=paceline_dot_v1_dot_coordinator__pb2.RollBackResponse.SerializeToString,
-            ),
-            'PinDrafter': grpc.unary_unary_rpc_method_handler(
-                    servicer.PinDrafter,
-                    request_deserializer=paceline_dot_v1_dot_coordinator__pb2.PinDrafterRequest.FromString,
-                    response_serializer=paceline_dot_v1_dot_coordinator__pb2.PinDrafterResponse.SerializeToString,
-            ),
-            'UnpinDrafter': grpc.unary_unary_rpc_method_handler(
-                    servicer.UnpinDrafter,
-                    request_deserializer=paceline_dot_v1_dot_coordinator__pb2.UnpinDrafterRequest.FromString,
-                    response_serializer=paceline_dot_v1_dot_coordinator__pb2.UnpinDrafterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -317,87 +266,6 @@ class CoordinatorService:
             '/paceline.v1.CoordinatorService/ResumeRun',
             paceline_dot_v1_dot_coordinator__pb2.ResumeRunRequest.SerializeToString,
             paceline_dot_v1_dot_coordinator__pb2.ResumeRunResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def RollBack(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/paceline.v1.CoordinatorService/RollBack',
-            paceline_dot_v1_dot_coordinator__pb2.RollBackRequest.SerializeToString,
-            paceline_dot_v1_dot_coordinator__pb2.RollBackResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def PinDrafter(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/paceline.v1.CoordinatorService/PinDrafter',
-            paceline_dot_v1_dot_coordinator__pb2.PinDrafterRequest.SerializeToString,
-            paceline_dot_v1_dot_coordinator__pb2.PinDrafterResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def UnpinDrafter(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/paceline.v1.CoordinatorService/UnpinDrafter',
-            paceline_dot_v1_dot_coordinator__pb2.UnpinDrafterRequest.SerializeToString,
-            paceline_dot_v1_dot_coordinator__pb2.UnpinDrafterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -245,8 +245,6 @@ class StepRecords:
     def _close(self, event: events.Committed, before: State) -> StepRecord:
         now = self._now
         record, began_s = self._open.pop(before.step), self._began.pop(before.step)
-        if before.pin is not None and before.pin.lasting:
-            record.pinned_drafter = before.pin.version
         record.quarantined.extend(before.quarantined)
         record.policy_s = event.at_s - now.taken_s - record.preempt_wait_s
         record.step_s = event.at_s - max(began_s, now.closed_s)

@@ -147,14 +147,6 @@ class Decision(NamedTuple):
     enters: Phase | None = None
 
 
-class Objection(NamedTuple):
-    """The reason for refusing an operator's request."""
-
-    message: str
-    seen: object
-    allowed: str
-
-
 def refused(state: State, event: Event, seen: int, current: int) -> Decision:
     """Refuses an event without a change."""
     return Decision(state, (Refuse(type(event).__name__, seen, current),))

@@ -132,9 +132,9 @@ def end_lease(state: State, cause: Cause, *, fence: bool = False) -> Decision:
 
 
 def acceptance_fell(state: State, event: events.AcceptanceFell) -> Decision:
-    """Schedules a rollback to the former drafter, unless an operator has chosen a drafter."""
+    """Schedules a rollback to the former drafter, if it was kept."""
     serving = event.drafter_version == state.versions.drafter
-    if not serving or state.previous_drafter is None or state.pin is not None:
+    if not serving or state.previous_drafter is None:
         return commands.refused(state, event, event.drafter_version, state.versions.drafter)
     return Decision(replace(state, rollback=True))
 

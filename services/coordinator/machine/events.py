@@ -235,20 +235,6 @@ class Continued(Event):
     """An operator continues a paused run."""
 
 
-class DrafterChosen(Event):
-    """An operator selects the serving drafter: a pin lasts until it is removed, a rollback for at
-    least one step. Without a version, a pin means the serving drafter and a rollback the former
-    drafter.
-    """
-
-    version: int | None
-    lasting: bool
-
-
-class DrafterUnpinned(Event):
-    """An operator returns the choice of the drafter to the gate."""
-
-
 class ServiceLost(Event):
     """A call failed because its service is down."""
 

@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-from paceline.services.coordinator.machine import choice, commands, events, losses, schedule
+from paceline.services.coordinator.machine import commands, events, losses, schedule
 from paceline.services.coordinator.machine.commands import Decision
 from paceline.services.coordinator.machine.drafter import preempt
 from paceline.services.coordinator.machine.slots import Cause, Holder, WorkerState
-from paceline.services.coordinator.machine.state import DrafterPin, MachineError, Phase, State
-from paceline.trajectory import VersionSet
+from paceline.services.coordinator.machine.state import MachineError, Phase, State
+from paceline.trajectory import NUMBERS_PATH, VersionSet
 
 
 def wait_for_slots(state: State) -> Decision:
@@ -84,8 +84,6 @@ def committed(state: State, event: events.Committed) -> Decision:
         state = replace(state, previous_drafter=previous, rollback=False)
     if rolled_back:
         return Decision(state, enters=Phase.COMMIT)
-    if state.pin == DrafterPin(event.versions.drafter, lasting=False):
-        state = replace(state, pin=None)
     step = state.step
     due = schedule.evaluations_due(state.settings, step + 1)
     draws = tuple(
@@ -99,13 +97,12 @@ def committed(state: State, event: events.Committed) -> Decision:
 
 
 def commit_failed(state: State, event: events.CommitFailed) -> Decision:
-    """Drops the rollback or the pin that caused the failure, leaves out a promoted drafter, or
-    pushes the policy again.
+    """Drops the rollback that caused the failure, leaves out a promoted drafter, or pushes the
+    policy again.
     """
     rejected = event.versions.drafter
     if _is_rollback(state):
-        pin = state.pin if state.pin is not None and state.pin.version != rejected else None
-        state = replace(state, rollback=False, previous_drafter=None, committing=None, pin=pin)
+        state = replace(state, rollback=False, previous_drafter=None, committing=None)
         return Decision(state, enters=Phase.COMMIT)
     if rejected == state.promoted:
         state, issued, _ = serve(replace(state, promoted=None, committing=None))
@@ -119,14 +116,21 @@ def _next_set(state: State) -> VersionSet:
 
     The rollback precedes the policy, so a failed rollback does not take a policy with it.
     """
-    served, due = state.versions, choice.due_drafter(state)
+    served, former = state.versions, state.previous_drafter
     assert state.prepared is not None
-    if due != served.drafter:
-        return VersionSet(state.seq + 1, served.policy, due, served.profile)
-    waits = state.promoted is None or state.pin is not None
-    drafter = served.drafter if waits else state.promoted
-    assert drafter is not None
-    return VersionSet(state.seq + 1, state.prepared, drafter, choice.due_profile(state))
+    if state.rollback and state.promoted is None and former is not None:
+        return VersionSet(state.seq + 1, served.policy, former, served.profile)
+    drafter = served.drafter if state.promoted is None else state.promoted
+    return VersionSet(state.seq + 1, state.prepared, drafter, _due_profile(state))
+
+
+def _due_profile(state: State) -> str:
+    """The profile of the next policy: the serving one. A profile that the audit found inexact is
+    dropped if the engine can serve without it.
+    """
+    serving = state.versions.profile
+    inexact = NUMBERS_PATH + serving in state.quarantined
+    return "" if inexact and not state.settings.profile_stays else serving
 
 
 def _is_rollback(state: State) -> bool:

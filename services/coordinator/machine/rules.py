@@ -98,6 +98,11 @@ def stop_requested(state: State, event: events.StopRequested) -> Decision:
     return Decision(replace(state, settings=settings, paused=False))
 
 
+def paused(state: State, event: events.Paused | events.Continued) -> Decision:
+    """Stops the draw of tasks, or allows it again."""
+    return Decision(replace(state, paused=isinstance(event, events.Paused)))
+
+
 def commit_set(state: State) -> Decision | None:
     """Commits the prepared set after the last rollout of the former version, when a worker is free
     for the canary.

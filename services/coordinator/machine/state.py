@@ -78,15 +78,6 @@ class Evaluation(StrEnum):
     PROBE = "accept_length_probe"
 
 
-class DrafterPin(Frozen):
-    """An operator's choice: this drafter serves from the next commit on, before any
-    promoted one.
-    """
-
-    version: int
-    lasting: bool = True  # until it is taken away; else for one policy, as after a rollback
-
-
 class Portion(Frozen):
     """A batch's part of a step's tasks."""
 
@@ -167,7 +158,6 @@ class State:
     promoted: int | None = None  # drafter prepared at the gateway, served by the next commit
     candidate: tuple[int, int] = (0, 0)  # last promotion: its lease's epoch, its version
     rollback: bool = False  # serve the previous drafter again before the next policy
-    pin: DrafterPin | None = None  # promotions wait meanwhile
     prepared: int | None = None  # policy prepared at the gateway, served by the next commit
     committing: VersionSet | None = None
     evaluations: tuple[Evaluation, ...] = ()  # still to make before the next step
@@ -184,6 +174,11 @@ class State:
     def step(self) -> int:
         """Step being trained, or the next one: the number of finished steps."""
         return self.learner.step
+
+    @property
+    def all_begun(self) -> bool:
+        """Whether tasks are drawn or being drawn for every step."""
+        return self.rollouts.begun >= self.settings.total_steps
 
     @property
     def commit_mode(self) -> CommitMode:

@@ -33,7 +33,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from paceline.services.coordinator.machine import (
-    choice,
     drafter,
     events,
     learner,
@@ -79,9 +78,9 @@ def begin(state: State, event: events.RunStarted) -> Mark:
     return Mark("", 0, 0, over=state.phase is not Phase.NEW)
 
 
-def objection(state: State, event: choice.Choice) -> Mark:
-    """Late while there is an objection to the choice."""
-    return Mark("", 0, 0, over=choice.objection(state, event) is not None)
+def all_begun(state: State, event: events.Paused) -> Mark:
+    """Late when all steps have begun."""
+    return Mark("", 0, 0, over=state.all_begun)
 
 
 def step_number(state: State, event: events.StepBegan) -> Mark:
@@ -219,10 +218,8 @@ EVENTS: dict[type[events.Event], EventRow] = {
     events.RunStarted: EventRow({Phase.NEW}, begin, rules.run_started),
     events.Resumed: EventRow(BEGUN, none, rules.resumed),
     events.StopRequested: EventRow(LIVE, none, rules.stop_requested),
-    events.Paused: EventRow(LIVE, objection, choice.paused),
-    events.Continued: EventRow(LIVE, none, choice.paused),
-    events.DrafterChosen: EventRow(LIVE, objection, choice.drafter_chosen),
-    events.DrafterUnpinned: EventRow(LIVE, none, choice.drafter_unpinned),
+    events.Paused: EventRow(LIVE, all_begun, rules.paused),
+    events.Continued: EventRow(LIVE, none, rules.paused),
     events.EvaluationDone: EventRow({Phase.EVALUATE}, call, rules.evaluation_done),
     events.CheckpointsSaved: EventRow({Phase.CLOSING}, call, rules.checkpoints_saved),
     events.StepBegan: EventRow(RUNNING, step_number, rollout.step_began),

@@ -26,7 +26,6 @@ NO_METRIC_OF_A_STEP = {
     "evaluations": "paceline.coordinator.evaluation, when one is over",
     "samples_unscored": "paceline.coordinator.samples",
     "quarantined": "paceline.gateway.quarantined",
-    "pinned_drafter": "an operator's choice, which `paceline status` shows",
 }
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from paceline.services.coordinator.machine import commands, events
-from paceline.services.coordinator.machine.choice import objection
 from paceline.services.coordinator.machine.commands import Command
 from paceline.services.coordinator.machine.settings import Placement, RunSettings, Schedule
 from paceline.services.coordinator.machine.slots import Holder
@@ -222,15 +221,4 @@ def test_a_paused_run_that_failed_is_paused_again_when_it_is_taken_up() -> None:
 
 def test_a_pause_of_a_run_whose_steps_have_all_begun_is_refused() -> None:
     state = begun(replace(TWO, total_steps=1))
-    against = objection(state, PAUSE)
-    assert against is not None
-    assert against.seen == "1 of 1 steps have begun, rollout"
     assert step(state, PAUSE) == (state, (commands.Refuse("Paused", 0, 0),))
-
-
-def test_a_drafter_may_be_chosen_in_a_pause_and_serves_with_the_next_commit() -> None:
-    state = replace(at_rest(), previous_drafter=4)
-    state = run(state, events.DrafterChosen(6, 4, lasting=True))[0]
-    assert state.phase is Phase.PAUSED
-    state, issued = run(state, CONTINUE)
-    assert until_quiet(state, *issued)[0].versions.drafter == 4
