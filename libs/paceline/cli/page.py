@@ -96,7 +96,7 @@ class LivePage:
         history = journal.read_history(self._copy.directory / report.JOURNAL)
         spans = read_report(self._copy.spans)
         samples = read_samples(self._copy.directory / report.SAMPLES)
-        summary = summarize(self._files.run_id, history, ledger, spans, {}, settings)
+        summary = summarize(self._files.run_id, history, ledger, {}, settings)
         return html.content(summary, history, spans, samples, self._other)
 
     async def watch(self) -> None:

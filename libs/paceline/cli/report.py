@@ -61,7 +61,7 @@ def write_results(
     spans. `other`: a run beside it in the report. Raises DataLoss if the run has not begun.
     """
     history, spans = journal.read_history(files.directory / JOURNAL), read_report(files.spans)
-    summary = summarize(files.run_id, history, ledger, spans, pids, files.read_config())
+    summary = summarize(files.run_id, history, ledger, pids, files.read_config())
     journal.write_steps(files.directory / STEPS, history.records)
     write_whole(files.summary, json.dumps(summary, indent=2) + "\n")
     samples = read_samples(files.directory / SAMPLES)

@@ -18,7 +18,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 10, 34
 _POINTS_DRAWN = 600
 _LEAST_OF_A_LINE = 3
 """Fewer measurements than this are drawn as dots alone."""
-_WIDE, _ROW = 1140, 22
+_WIDE, _ROW, _ROW_LABEL = 1140, 22, 62
 _TITLED_BARS = 2000
 """Above this number, the bars of a colour are one path without titles."""
 T = TypeVar("T")
@@ -149,15 +149,10 @@ def stacked_columns(series: Sequence[Series], *, y_label: str) -> str:
     return str(_template().by_step(frame, y_label, series, bars, _hover(series, frame)))
 
 
-def timeline(
-    rows: Sequence[str], bars: Iterable[Bar], start: float, end: float, label: str, left: int = 62
-) -> str:
-    """Bars in labelled rows over a time axis, from `start` to `end` in seconds.
-
-    `left`: pixels for the labels of the rows.
-    """
+def timeline(rows: Sequence[str], bars: Iterable[Bar], start: float, end: float, label: str) -> str:
+    """Bars in labelled rows over a time axis, from `start` to `end` in seconds."""
     height = len(rows) * _ROW + 34
-    frame = Frame(0.0, max(end - start, 1e-6), 0.0, 1.0, _WIDE, height, left)
+    frame = Frame(0.0, max(end - start, 1e-6), 0.0, 1.0, _WIDE, height, _ROW_LABEL)
     shown = [bar for bar in bars if bar.end > start and bar.start < end]
     paths: dict[tuple[str, str], list[str]] = {}
     for bar in shown:

@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.report import charts, figures, journal, tables
 from paceline.report.samples import ShownSample
-from paceline.report.spans import SpanRecord, SpanReport
+from paceline.report.spans import SpanReport
 from paceline.report.summary import Summary
 
 _FOLDER = Path(__file__).parent
@@ -20,9 +20,7 @@ _HOLDERS = {
     "drafter": ("drafter training", "c2"),
     "none": ("idle", "c7"),
 }
-_SERVICES = {"coordinator": "c4", "gateway": "c0", "policy_trainer": "c1", "drafter_trainer": "c2"}
 _ZOOM_STEPS = 3
-_TRACE_ROWS = 32
 
 
 def show_value(value: Any) -> str:
@@ -98,8 +96,6 @@ def content(
         holders=_HOLDERS.values(),
         timelines=_timelines(history),
         samples=samples,
-        services=[(name.replace("_", " "), color) for name, color in _SERVICES.items()],
-        trace=_draw_trace(spans.trace),
     )
 
 
@@ -130,41 +126,3 @@ def _chosen_windows(history: journal.RunHistory) -> Sequence[journal.StepWindow]
         key=lambda i: sum(held.get(w.step, 0.0) for w in windows[i : i + _ZOOM_STEPS]),
     )
     return windows[best : best + _ZOOM_STEPS]
-
-
-def _draw_trace(trace: Sequence[SpanRecord]) -> str:
-    """One trace from task to optimiser step to drafter step; empty without a span."""
-    rows = trace_rows(trace)
-    if not rows:
-        return ""
-    start, labels, bars = min(span.start_ns for span, _, _ in rows), [], []
-    for i, (span, count, depth) in enumerate(rows):
-        many = f" ×{count}" if count > 1 else ""
-        labels.append(f"{'  ' * depth}{span.name}{many} · {charts.duration(span.duration_s)}")
-        more = [f"{key}={value}" for key, value in list(span.attributes.items())[:8]]
-        ends = (span.start_ns - start) / 1e9, (span.end_ns - start) / 1e9
-        color = _SERVICES.get(span.service, "c5")
-        bars.append(charts.Bar(i, *ends, color, ", ".join([span.service, *more])))
-    end_s = max(bar.end for bar in bars)
-    return charts.timeline(labels, bars, 0.0, end_s, "one RL step as a trace", left=330)
-
-
-def trace_rows(trace: Sequence[SpanRecord]) -> list[tuple[SpanRecord, int, int]]:
-    """(span, number of represented spans, depth below the root) in the order of their start."""
-    groups: dict[tuple[str, str], list[SpanRecord]] = {}
-    for span in trace:
-        groups.setdefault((span.service, span.name), []).append(span)
-    chosen = [(max(one, key=lambda span: span.duration_s), len(one)) for one in groups.values()]
-    longest = sorted(chosen, key=lambda pair: -pair[0].duration_s)[:_TRACE_ROWS]
-    parents = {span.span_id: span.parent_id for span in trace}
-    return [
-        (span, count, _depth(span.span_id, parents))
-        for span, count in sorted(longest, key=lambda pair: pair[0].start_ns)
-    ]
-
-
-def _depth(span_id: str, parents: dict[str, str]) -> int:
-    depth = 0
-    while (span_id := parents.get(span_id, "")) in parents and depth < 8:
-        depth += 1
-    return depth

@@ -1,4 +1,4 @@
-"""Reads the span files of a run: latency per edge between services, and the spans of one trace.
+"""Reads the span files of a run, and the latency per edge between services.
 
 It reads line by line, twice: the first pass records callers and producers, the second matches them
 with servers and consumers. At most `_INDEXED` callers are kept; the rest is counted.
@@ -15,16 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.telemetry import names
-
 _INDEXED = 400_000
-_TRACE_SPANS = 4_000
-_MILESTONES = (
-    names.SESSION,
-    names.OPTIMIZER_STEP,
-    names.DRAFTER_MICRO_STEP,
-    names.DRAFTER_ACTIVATE,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +65,6 @@ class SpanReport:
     """The report's view of the spans."""
 
     edges: tuple[Edge, ...] = ()  # by transport, source, target, method
-    trace: tuple[SpanRecord, ...] = ()  # spans of one trace, by start
     spans: int = 0
     left_out: int = 0  # callers beyond the memory bound
 
@@ -92,34 +82,22 @@ def read_spans(directory: Path, holding: Sequence[str] = ("",)) -> Iterator[Span
 
 
 def read_report(directory: Path) -> SpanReport:
-    """Edges of a run, and the newest of its traces that reach both optimisers."""
+    """Latencies of the edges of a run."""
     callers: dict[str, SpanRecord] = {}
-    milestones: dict[str, set[str]] = {}
     spans = left_out = 0
     for span in read_spans(directory):
         spans += 1
-        if span.name in _MILESTONES:
-            milestones.setdefault(span.trace_id, set()).add(span.name)
         if span.kind in ("client", "producer"):
             if len(callers) < _INDEXED:
                 callers[span.span_id] = span
             else:
                 left_out += 1
-    newest_first = reversed(milestones)
-    chosen = max(newest_first, key=lambda trace: len(milestones[trace]), default="")
     seconds: dict[tuple[str, str, str, str], array[float]] = {}
-    trace: list[SpanRecord] = []
     for span in read_spans(directory):
-        if span.trace_id == chosen and len(trace) < _TRACE_SPANS:
-            trace.append(span)
         for edge, latency_s in _latencies(span, callers):
             seconds.setdefault(edge, array("d")).append(latency_s)
-    return SpanReport(
-        tuple(_edge(*edge, seconds[edge]) for edge in sorted(seconds)),
-        tuple(sorted(trace, key=lambda span: span.start_ns)),
-        spans,
-        left_out,
-    )
+    edges = tuple(_edge(*edge, seconds[edge]) for edge in sorted(seconds))
+    return SpanReport(edges, spans, left_out)
 
 
 def _edge(transport: str, source: str, target: str, method: str, seconds: array[float]) -> Edge:

@@ -1,4 +1,4 @@
-"""Computes the figures of a run, summary.json, from journal, ledger and spans."""
+"""Computes the figures of a run, summary.json, from journal and ledger."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from paceline.report import journal, machine, solved
-from paceline.report.spans import SpanReport
 from paceline.streams import LedgerCount
 from paceline.streams.journal import IdleCause, SlotUse
 from paceline.v1.coordinator_pb2 import StepRecord
@@ -27,7 +26,6 @@ def summarize(
     run_id: str,
     history: journal.RunHistory,
     ledger: LedgerCount,
-    spans: SpanReport,
     pids: Mapping[str, int],
     config: Mapping[str, Any],
 ) -> Summary:
@@ -37,7 +35,6 @@ def summarize(
     drafter_s = sum(one.seconds for one in history.intervals if one.holder == "drafter")
     drafter_steps = sum(record.drafter_steps for record in records)
     first_steps_s = sorted(history.first_steps_s)
-    trace_id = spans.trace[0].trace_id if spans.trace else (records[-1].trace_id if records else "")
     order = [*_SERVICES, *sorted(set(pids) - set(_SERVICES))]
     return {
         "run_id": run_id,
@@ -78,7 +75,6 @@ def summarize(
         "near_ties": sum(record.near_ties for record in records),
         "steps_with_near_ties": sum(record.near_ties > 0 for record in records),
         "pids": {name: pids[name] for name in order if name in pids},
-        "trace_id": trace_id,
         "sha256": _hashes(config),
         "machine": machine.machine_in_words(),
         "versions": machine.versions(),

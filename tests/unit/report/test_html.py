@@ -19,9 +19,9 @@ from paceline.report.charts import (
     timeline,
 )
 from paceline.report.figures import CHARTS, OtherRun
-from paceline.report.html import content, meaning, render, show_value, trace_rows
+from paceline.report.html import content, meaning, render, show_value
 from paceline.report.journal import RunHistory
-from paceline.report.spans import SpanRecord, SpanReport
+from paceline.report.spans import Edge, SpanReport
 from paceline.report.summary import summarize
 from paceline.streams import LedgerCount
 
@@ -48,7 +48,7 @@ class Balance(HTMLParser):
 
 def page(history: RunHistory, spans: SpanReport, run_id: str = "demo-0-1") -> str:
     ledger = LedgerCount(3840, 3840, {}, 0, 0)
-    summary = summarize(run_id, history, ledger, spans, {"gateway": 7}, {})
+    summary = summarize(run_id, history, ledger, {"gateway": 7}, {})
     return render(run_id, content(summary, history, spans))
 
 
@@ -59,7 +59,7 @@ def test_the_page_is_well_formed_and_has_every_section(
     parser = Balance()
     parser.feed(text)
     assert parser.open == []
-    assert parser.seen.count("svg") == 12 + 2 + 1  # charts, timelines, trace
+    assert parser.seen.count("svg") == 12 + 2  # charts, timelines
     for title in (
         "Reward and held-out accuracy",
         "Parts of the reward",
@@ -69,7 +69,6 @@ def test_the_page_is_well_formed_and_has_every_section(
         "Arms chosen",
         "Slots",
         "Latency",
-        "trace",
         "Counts",
     ):
         assert title in text
@@ -100,7 +99,7 @@ def test_another_run_is_dashed_beside_this_one_with_the_settings_that_differ(
 ) -> None:
     shorter = replace(history, records=history.records[:4])
     other = OtherRun("<other>", shorter, [("policy_trainer.optimizer.lr", "1e-05", "default")])
-    summary = summarize("demo-0-1", history, LedgerCount(0, 0, {}, 0, 0), spans, {}, {})
+    summary = summarize("demo-0-1", history, LedgerCount(0, 0, {}, 0, 0), {}, {})
     text = content(summary, history, spans, (), other)
     alone = content(summary, history, spans)
     assert "Settings that differ" in text
@@ -118,34 +117,19 @@ def test_the_page_loads_nothing(history: RunHistory, spans: SpanReport) -> None:
 
 
 def test_text_of_the_run_cannot_become_markup(history: RunHistory, spans: SpanReport) -> None:
-    evil = SpanRecord(
-        f"{1:032x}", "1" * 16, "", "<script>x</script>", "internal", '"><b>', 0, 10**9
-    )
-    text = page(history, SpanReport(trace=(evil,)), run_id="<i>run</i>")
+    evil = Edge("<script>x</script>", '"><b>', "<b>", "gRPC", 1, (0.1, 0.2, 0.3))
+    text = page(history, SpanReport((evil,)), run_id="<i>run</i>")
     assert text.count("<script>") == 1  # the page's own
     assert "<i>run" not in text
-    assert "<b>" not in text.split("One RL step")[1]
+    assert "<b>" not in text.split("Latency between services")[1]
 
 
 def test_a_run_that_measured_nothing_still_has_a_page(history: RunHistory) -> None:
     bare = RunHistory(served=history.served[:1], began_s=5.0, ended_s=6.0, phase="evaluate")
-    summary = summarize("demo-0-1", bare, LedgerCount(0, 0, {}, 0, 0), SpanReport(), {}, {})
+    summary = summarize("demo-0-1", bare, LedgerCount(0, 0, {}, 0, 0), {}, {})
     text = content(summary, bare, SpanReport())
     assert "Not measured in this run: Reward and held-out accuracy; " in text
     assert "<svg" not in text
-
-
-def test_the_trace_shows_the_longest_of_many_equal_spans(spans: SpanReport) -> None:
-    rows = {span.name: (span, count) for span, count, _ in trace_rows(spans.trace)}
-    session, count = rows["rollout.session"]
-    assert count == 100
-    assert session.duration_s == pytest.approx((400 + 9 * 100 - 11) / 1e3)
-    depths = {span.name: depth for span, _, depth in trace_rows(spans.trace)}
-    assert (depths["step"], depths["policy.optimizer_step"], depths["drafter.micro_step"]) == (
-        0,
-        1,
-        2,
-    )
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (3.0, 4.7), (-2.0, 9000.0), (1e-6, 2e-6)])

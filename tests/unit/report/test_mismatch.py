@@ -6,7 +6,6 @@ import re
 
 from paceline.report.figures import CHARTS
 from paceline.report.journal import RunHistory
-from paceline.report.spans import SpanReport
 from paceline.report.summary import summarize
 from paceline.streams import LedgerCount
 from paceline.v1.coordinator_pb2 import StepRecord
@@ -64,6 +63,6 @@ def test_the_summary_means_over_the_steps_that_measured_and_has_none_without() -
         for i, policy in enumerate(({"behavior_gap": 0.1}, {}, {"behavior_gap": 0.3}))
     )
     history = RunHistory(records, began_s=5.0, ended_s=6.0, phase="finished")
-    summary = summarize("demo", history, LedgerCount(0, 0, {}, 0, 0), SpanReport(), {}, {})
+    summary = summarize("demo", history, LedgerCount(0, 0, {}, 0, 0), {}, {})
     assert summary["mismatch_last"]["behavior_gap"] == 0.2
     assert summary["mismatch_last"]["behavior_k3"] is None

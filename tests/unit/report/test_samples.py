@@ -44,7 +44,7 @@ SAMPLE = ShownSample(
 
 
 def test_text_of_a_sample_cannot_become_markup(history: RunHistory) -> None:
-    summary = summarize("demo", history, LedgerCount(0, 0, {}, 0, 0), SpanReport(), {}, {})
+    summary = summarize("demo", history, LedgerCount(0, 0, {}, 0, 0), {}, {})
     shown = content(summary, history, SpanReport(), [SAMPLE]).split(">Samples</h2>")[1]
     assert '<span class="s0" title="-0.01 off">&lt;b&gt;</span>' in shown
     assert '<span class="prompt">tool</span> … 7 more tokens' in shown

@@ -1,4 +1,4 @@
-"""Latencies per edge and the choice of a trace."""
+"""Latencies per edge."""
 
 from __future__ import annotations
 
@@ -45,19 +45,6 @@ def test_an_entry_read_by_a_waiting_reader_waited_nothing(
     ]
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
     assert edge(read_report(tmp_path), "Redis").quantiles_s[2] == 0.0
-
-
-def test_the_trace_shown_reaches_both_optimisers(tmp_path: Path, synthetic: ModuleType) -> None:
-    synthetic.write_spans(tmp_path)
-    later = [synthetic.span("rollout.session", "gateway", 9, 9000, 9001, trace=7)]
-    (tmp_path / "z.jsonl").write_text("\n".join(json.dumps(line) for line in later))
-    report = read_report(tmp_path)
-    assert {span.trace_id for span in report.trace} == {f"{1:032x}"}
-    assert {"rollout.session", "policy.optimizer_step", "drafter.micro_step"} <= {
-        span.name for span in report.trace
-    }
-    starts = [span.start_ns for span in report.trace]
-    assert starts == sorted(starts)
 
 
 def test_lines_cut_by_a_kill_are_left_out(tmp_path: Path, synthetic: ModuleType) -> None:

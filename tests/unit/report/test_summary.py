@@ -35,13 +35,12 @@ REQUIRED = [
     "trajectories_trained",
     "trajectories_lost",
     "pids",
-    "trace_id",
 ]
 
 
 def test_figures_equal_those_the_run_was_made_with(history: RunHistory, spans: SpanReport) -> None:
     ledger = LedgerCount(final=10, trained=7, dropped={"stale": 1}, open=1, lost=1)
-    summary = summarize("demo-0-1", history, ledger, spans, PIDS, {})
+    summary = summarize("demo-0-1", history, ledger, PIDS, {})
     assert set(REQUIRED) <= set(summary)
     assert summary["steps"] == 30
     assert summary["wall_s"] == pytest.approx(30 * 4.0 + 4 * 1.0 + 1.0)
@@ -86,12 +85,11 @@ def test_figures_equal_those_the_run_was_made_with(history: RunHistory, spans: S
         "drafter_trainer",
         "redis",
     ]
-    assert summary["trace_id"] == f"{1:032x}"
 
 
 def test_what_was_not_measured_is_null(history: RunHistory) -> None:
     bare = RunHistory((), {}, history.served[:1], (), (), 5.0, 6.0, 0.0, 0, "evaluate")
-    summary = summarize("demo-0-1", bare, LedgerCount(0, 0, {}, 0, 0), SpanReport(), {}, {})
+    summary = summarize("demo-0-1", bare, LedgerCount(0, 0, {}, 0, 0), {}, {})
     read = json.loads(json.dumps(summary))
     assert (read["steps"], read["reward_first"], read["tokens_per_s"], read["accuracy_last"]) == (
         0,
@@ -112,7 +110,7 @@ def test_start_policy_and_heldout_set_are_named_by_their_hash(
         "gateway": {"model": str(model)},
         "coordinator": {"heldout_path": str(tmp_path / "tasks_heldout.jsonl")},
     }
-    summary = summarize("demo-0-1", history, LedgerCount(0, 0, {}, 0, 0), SpanReport(), {}, config)
+    summary = summarize("demo-0-1", history, LedgerCount(0, 0, {}, 0, 0), {}, config)
     assert summary["sha256"] == {
         "policy_start/model.safetensors": hashlib.sha256(b"weights").hexdigest(),
         "tasks_heldout.jsonl": hashlib.sha256(b"tasks").hexdigest(),

@@ -29,7 +29,7 @@ def tab(tmp_path: Path, history: RunHistory, spans: SpanReport) -> Iterator[Tab]
         pytest.skip("needs Chromium")
     parts = (("s1", "-0.25 off", "4"), ("s1 accepted", "-0.50 ngram:4_1_5", "2"))
     sample = ShownSample("gcd-1", 3, 3, 1.0, "69:25=", parts)
-    summary = summarize("demo-0-1", history, LedgerCount(0, 0, {}, 0, 0), spans, {}, {})
+    summary = summarize("demo-0-1", history, LedgerCount(0, 0, {}, 0, 0), {}, {})
     page = tmp_path / "report.html"
     page.write_text(render("run", content(summary, history, spans, [sample])))
     with Tab(tmp_path / "profile", 390, 24_000) as found:
