@@ -19,11 +19,10 @@ from torch import Tensor
 from paceline.errors import ConfigError, InvalidInput, PacelineError, WeightsError
 from paceline.models.config import ModelConfig, architecture, read_config, read_config_json
 from paceline.models.loading import DTYPES, read_tensors
-from paceline.speculators import dflash, eagle, eagle3, lstm, mlp
+from paceline.speculators import dflash, eagle, eagle3, lstm
 from paceline.speculators.eagle3 import Eagle3Net
 from paceline.speculators.kinds import SPECULATORS, find_kind, kind_of_checkpoint
 from paceline.speculators.net import DraftNet, net_of
-from paceline.speculators.recurrent import RecurrentNet
 from paceline.speculators.vocabulary import MAP_DTYPES
 
 
@@ -136,7 +135,7 @@ def _with_whole_head(
     return own, {key: value for key, value in config.items() if key != "draft_vocab_size"}
 
 
-def _lstm_arctic(net: RecurrentNet, config: dict[str, Any], own: dict[str, Tensor]) -> Exported:
+def _lstm_arctic(net: lstm.LstmNet, config: dict[str, Any], own: dict[str, Tensor]) -> Exported:
     config = {**config, **net.config_json()}
     if not config["tie_lstm_embs"]:
         message = "Arctic's LSTM has one embedding"
@@ -154,7 +153,6 @@ FORMATS: dict[str, dict[Format, Mapper]] = {
     eagle.ARCHITECTURES["qwen2"]: {Format.SGLANG: _eagle_sglang},
     eagle3.ARCHITECTURE: {Format.SGLANG: _eagle3_sglang, Format.VLLM: _eagle3_vllm},
     dflash.ARCHITECTURE: {Format.SGLANG: _described},
-    mlp.ARCHITECTURE: {Format.VLLM: _described},
     lstm.ARCHITECTURE: {Format.ARCTIC: _lstm_arctic},
 }
 """Architecture in a native config.json -> its further formats. A new kind is one line."""
@@ -164,7 +162,7 @@ HELP = """Write a trained drafter as another engine's checkpoint.
 
 sglang: EAGLE of Llama and Qwen2 (--speculative-algorithm EAGLE), EAGLE-3 (EAGLE3), DFlash (DFLASH).
 
-vllm: EAGLE of Llama without a bias (method eagle), EAGLE-3 (eagle3), MLP (mlp_speculator).
+vllm: EAGLE of Llama without a bias (method eagle), EAGLE-3 (eagle3).
 
 arctic: LSTM, for Snowflake's ArcticInference plugin of vLLM (method arctic).
 

@@ -170,6 +170,6 @@ def test_a_drafter_that_is_none_is_refused_with_those_there_are(checkout: Checko
     done = checkout.python(CLI, "serve", "gateway", "--model", str(MODEL), "--drafter", "medusa")
     assert done.returncode == 2
     assert (
-        "no such speculator; seen: medusa; allowed: dflash, eagle, eagle3, lstm, mlp, ngram"
+        "no such speculator; seen: medusa; allowed: dflash, eagle, eagle3, lstm, ngram"
         in done.stderr
     )

@@ -198,15 +198,9 @@ _KINDS = (
     ),
     SpeculatorKind(
         "lstm",
-        "paceline.speculators.lstm:LstmDrafter",
+        "paceline.speculators.lstm_drafter:LstmDrafter",
         "paceline.speculators.lstm:LstmNet",
         ("ArcticLSTMSpeculatorPreTrainedModel",),
-    ),
-    SpeculatorKind(
-        "mlp",
-        "paceline.speculators.mlp:MlpDrafter",
-        "paceline.speculators.mlp:MlpNet",
-        ("MLPSpeculatorPreTrainedModel",),
     ),
     SpeculatorKind(
         "ngram",

@@ -274,58 +274,6 @@ def test_a_dflash_drafter_keeps_the_published_names_and_keys_for_sglang(
         export_checkpoint(tmp_path / "drafter", tmp_path / "model", tmp_path / "other", Format.VLLM)
 
 
-def mlp_shapes(tied: bool) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for i in range(1 if tied else N):
-        shapes |= {f"emb.{i}.weight": (V, INNER), f"head.{i}.weight": (V, INNER)}
-        shapes |= {f"ln.{i}.weight": (INNER,), f"ln.{i}.bias": (INNER,)}
-    return shapes | {
-        f"proj.{i}.weight": (INNER, INNER if i else H) for i in range(2 if tied else N)
-    }
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_mlp_speculator_has_vllms_names_once_per_tied_tensor(
-    model: Path, tmp_path: Path, tied: bool
-) -> None:
-    config = {
-        "architectures": ["MLPSpeculatorPreTrainedModel"],
-        "vocab_size": V,
-        "emb_dim": H,
-        "inner_dim": INNER,
-    }
-    config |= {"n_predict": N, "tie_weights": tied, "scale_input": True}
-    source = made_up(tmp_path / "source", config, mlp_shapes(tied))
-    if tied:  # some writers store every copy
-        tensors = load_file(source / "model.safetensors")
-        tensors |= {
-            "emb.2.weight": tensors["emb.0.weight"].clone(),
-            "proj.2.weight": tensors["proj.1.weight"].clone(),
-        }
-        save_file(
-            {f"speculator.{name}": tensor for name, tensor in tensors.items()},
-            source / "model.safetensors",
-        )
-    export_checkpoint(source, model, tmp_path / "out", Format.VLLM)
-    found, tensors = written(tmp_path / "out")
-    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == mlp_shapes(tied)
-    assert found == config | {
-        "model_type": "mlp_speculator",
-        "n_candidates": 3,
-        "top_k_tokens_per_head": [1, 1, 1],
-        "max_position_embeddings": 256,
-        "torch_dtype": "float32",
-    }
-    if tied:
-        tensors = load_file(source / "model.safetensors")
-        tensors["speculator.emb.2.weight"] += 1
-        save_file(tensors, source / "model.safetensors")
-        with pytest.raises(
-            WeightsError, match=r"emb\.2\.weight is tied to emb\.0\.weight, but the two differ"
-        ):
-            export_checkpoint(source, model, tmp_path / "other", Format.VLLM)
-
-
 LSTM_CONFIG = {
     "architectures": ["ArcticLSTMSpeculatorPreTrainedModel"],
     "vocab_size": V,

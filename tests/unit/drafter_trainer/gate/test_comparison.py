@@ -182,4 +182,4 @@ def test_costs_are_those_of_the_kind_and_trees_are_no_chains() -> None:
     assert table.size_groups("lstm") == ([SizeGroup(1.0, {2: 1.5}, 1.0)], True)
     table.update([])
     assert table.size_groups("eagle")[1], "nothing new leaves what is known"
-    assert table.size_groups("mlp") == ([SizeGroup(1.0, configured)], False)
+    assert table.size_groups("dflash") == ([SizeGroup(1.0, configured)], False)

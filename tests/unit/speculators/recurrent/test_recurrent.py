@@ -1,5 +1,5 @@
-"""Shared behaviour of "mlp" and "lstm": alignment, loss, packing, and equal drafts of engine and
-trainer.
+"""The kind "lstm", with an embedding for each gate or for all: alignment, loss, packing, and equal
+drafts of engine and trainer.
 """
 
 from __future__ import annotations
@@ -31,30 +31,29 @@ from paceline.services.drafter_trainer.learn.learner import DrafterLearner
 from paceline.services.drafter_trainer.rows.sample import FeatureSample, pack
 from paceline.speculators.base import DraftBatch, DraftShape, SpeculatorSetup
 from paceline.speculators.kinds import find_kind
+from paceline.speculators.lstm import LstmNet
+from paceline.speculators.lstm_drafter import LstmDrafter
 from paceline.speculators.net import build_drafter, trained_net
 from paceline.speculators.packed import PackedRow
-from paceline.speculators.recurrent import RecurrentDrafter, RecurrentNet
 
 HEADS = 4
 KINDS = {
-    "mlp": {"tie_weights": False},
-    "mlp tied": {"tie_weights": True},
     "lstm": {"tie_lstm_embs": False},
     "lstm tied": {"tie_lstm_embs": True},
 }
 LENGTHS = (9, 14, 6, 21)
 
 
-def fresh_net(kind: str, target: ModelConfig = TARGET, **options: object) -> RecurrentNet:
+def fresh_net(kind: str, target: ModelConfig = TARGET, **options: object) -> LstmNet:
     found = trained_net(kind.split()[0])
     settings = {"n_predict": HEADS, **KINDS[kind], **options}
     net = found.fresh(target, found.Options.model_validate(settings), seed=3)
-    assert isinstance(net, RecurrentNet)
+    assert isinstance(net, LstmNet)
     net.bind(toy_policy().embed, toy_policy().head)
     return net
 
 
-def rough_net(kind: str, target: ModelConfig = TARGET, **options: object) -> RecurrentNet:
+def rough_net(kind: str, target: ModelConfig = TARGET, **options: object) -> LstmNet:
     """A net in which every weight matters."""
     net, generator = fresh_net(kind, target, **options), torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -78,7 +77,7 @@ class Engine:
             find_kind(kind.split()[0]),
             SpeculatorSetup(self.weights, 4, 64, torch.float32, 0, directory / "drafter"),
         )
-        assert isinstance(self.drafter, RecurrentDrafter)
+        assert isinstance(self.drafter, LstmDrafter)
         generator = torch.Generator().manual_seed(0)
         self.tokens = torch.randint(0, 97, (4, 64), generator=generator)
         self.states = torch.randn(4, 64, 48, generator=generator)
@@ -157,7 +156,7 @@ def test_more_steps_than_heads_are_as_many_steps_as_heads(
 
 
 def test_a_chain_ends_below_the_floor(tmp_path: Path) -> None:
-    engine = Engine("mlp", tmp_path)
+    engine = Engine("lstm", tmp_path)
     scores = engine.drafter.propose(engine.batch(30, 23), DraftShape(HEADS)).scores.amax(0).tolist()
     cut = engine.drafter.propose(
         engine.batch(30, 23), DraftShape(HEADS, floor=(scores[0] + scores[1]) / 2)
@@ -189,8 +188,8 @@ def test_a_sampler_draws_from_the_drafters_logits_and_its_tokens_are_followed(
 
 @pytest.mark.parametrize("heads", [HEADS, 2])
 def test_a_new_version_serves_with_the_shape_its_config_tells(heads: int, tmp_path: Path) -> None:
-    engine = Engine("mlp", tmp_path)
-    other = fresh_net("mlp", engine.weights.config, n_predict=heads, inner_dim=20)
+    engine = Engine("lstm", tmp_path)
+    other = fresh_net("lstm", engine.weights.config, n_predict=heads, inner_dim=20)
     other.save(tmp_path / "other")
     before = engine.drafter.propose(engine.batch(30, 23), DraftShape(HEADS)).tokens
     state = engine.drafter.load_state(tmp_path / "other")
@@ -202,7 +201,7 @@ def test_a_new_version_serves_with_the_shape_its_config_tells(heads: int, tmp_pa
     after = engine.drafter.propose(engine.batch(30, 23), DraftShape(HEADS)).tokens
     setup = SpeculatorSetup(engine.weights, 4, 64, torch.float32, 0, tmp_path / "other")
     expected = (
-        build_drafter(find_kind("mlp"), setup)
+        build_drafter(find_kind("lstm"), setup)
         .propose(engine.batch(30, 23), DraftShape(HEADS))
         .tokens
     )
@@ -211,19 +210,19 @@ def test_a_new_version_serves_with_the_shape_its_config_tells(heads: int, tmp_pa
 
 
 def test_pushed_tensors_alone_must_have_the_serving_shape(tmp_path: Path) -> None:
-    engine = Engine("mlp", tmp_path)
-    for heads, name in ((HEADS, "good"), (2, "few")):
-        fresh_net("mlp", engine.weights.config, n_predict=heads).save(tmp_path / name)
+    engine = Engine("lstm", tmp_path)
+    for width, name in ((0, "good"), (20, "narrow")):
+        fresh_net("lstm", engine.weights.config, inner_dim=width).save(tmp_path / name)
         (tmp_path / name / "config.json").unlink()
     engine.drafter.commit_state(engine.drafter.load_state(tmp_path / "good"))
-    with pytest.raises(WeightsError, match=r"emb\.2\.weight is missing"):
-        engine.drafter.load_state(tmp_path / "few")
+    with pytest.raises(WeightsError, match=r"forget_emb\.0\.weight.*20"):
+        engine.drafter.load_state(tmp_path / "narrow")
 
 
 # ---- learning
 
 
-def slow_loss(net: RecurrentNet, samples: list[FeatureSample], *, soft: bool) -> list[float]:
+def slow_loss(net: LstmNet, samples: list[FeatureSample], *, soft: bool) -> list[float]:
     """Per head, position by position: cross-entropy while the policy drew every token up to the
     head's.
     """
@@ -308,7 +307,7 @@ def trained_divergence(kind: str, *, shifted: bool) -> float:
     return float(terms["loss_0"] / positions - least)
 
 
-@pytest.mark.parametrize("kind", ["mlp tied", pytest.param("lstm tied", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["lstm tied"])
 def test_the_next_state_is_learned_as_rows_are_aligned_and_not_with_tokens_shifted_by_one(
     kind: str,
 ) -> None:

@@ -58,7 +58,7 @@ def layout(folder: Path, drafter: str, *more: str, layers: tuple[int, ...] = ())
         (("dflash", "eagle3"), (), "2,6,9,last"),
         (("./eagle3",), (), "1,5,10,last"),
         (("eagle", "eagle3"), (), "2,6,9,last"),
-        (("./eagle3", "mlp", "eagle3"), (), "1,2,5,6,9,10,last"),
+        (("./eagle3", "lstm", "eagle3"), (), "1,2,5,6,9,10,last"),
         (("eagle",), (3, 11), "3,11,last"),
         (("eagle3",), (2, 4, 6, 9), "2,4,6,9,last"),
     ],
