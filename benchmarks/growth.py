@@ -131,7 +131,7 @@ async def simulate(
             await course.step(sessions)
             if (step + 1) % interval == 0:
                 for done in waiting[:-interval]:
-                    await stream.ack(GROUP, done, delete=True)
+                    await stream.ack(GROUP, done)
                 waiting = waiting[-interval:]
                 await ledger.compact(step - interval - defaults.ledger_keep)
             yield step

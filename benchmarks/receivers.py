@@ -114,7 +114,7 @@ async def receive_redis(url: str) -> None:
                 if zlib.crc32(entry.payload) != int(entry.fields["crc32"]):
                     raise DataLoss("an entry is corrupt", seen=entry.id)
                 decode_features(entry.fields, entry.payload)
-            await stream.ack(GROUP, [entry.id for entry in entries], delete=True)
+            await stream.ack(GROUP, [entry.id for entry in entries])
             left -= len(entries)
         await stream.close()
         tell(done=True)

@@ -90,13 +90,12 @@ class MemoryStream:
         state.last = fresh[-1] if fresh and len(fresh) == count else self._next - 1
         return [self._entries[number] for number in fresh]
 
-    async def ack(self, group: str, ids: Sequence[str], *, delete: bool = False) -> None:
-        """Acknowledge, and delete on request."""
+    async def ack(self, group: str, ids: Sequence[str]) -> None:
+        """Acknowledge and delete."""
         state = self._group(group)
         for number in map(_number, ids):
             state.pending.pop(number, None)
-            if delete:
-                self._remove(number)
+            self._remove(number)
 
     async def unacked(self, group: str, consumer: str) -> list[Entry]:
         """Entries this consumer holds."""
@@ -127,7 +126,7 @@ class MemoryStream:
             return
         fields = {**entry.fields, "dead_reason": reason, "dead_id": entry.id, "dead_group": group}
         self._dead.append(replace(entry, fields=fields))
-        await self.ack(group, [entry.id], delete=True)
+        await self.ack(group, [entry.id])
 
     async def dead_letters(self) -> list[Entry]:
         """All dead letters."""

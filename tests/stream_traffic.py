@@ -37,5 +37,5 @@ async def _read(stream: WatchedStream) -> list[int]:
     while len(numbers) < TOTAL:
         entries = await stream.read("g", "c", 7, 5.0)
         numbers += [int(entry.fields["n"]) for entry in entries]
-        await stream.ack("g", [entry.id for entry in entries], delete=True)
+        await stream.ack("g", [entry.id for entry in entries])
     return numbers

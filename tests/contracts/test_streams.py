@@ -127,7 +127,7 @@ async def test_unacknowledged_entries_are_read_again_until_acknowledged(
     await stream.ack("g", ids[1:])
     assert await stream.unacked("g", "c") == []
     depth = await stream.depth()
-    assert (depth.entries, depth.pending) == (3, 0)
+    assert (depth.entries, depth.pending) == (0, 0)
 
 
 async def test_depth_counts_entries_bytes_and_pending(stream: WatchedStream) -> None:
@@ -139,7 +139,7 @@ async def test_depth_counts_entries_bytes_and_pending(stream: WatchedStream) -> 
     depth = await stream.depth()
     assert (depth.entries, depth.bytes, depth.pending) == (2, 20, 2)
     assert first is not None
-    await stream.ack("g", [first], delete=True)
+    await stream.ack("g", [first])
     depth = await stream.depth()
     assert (depth.entries, depth.bytes, depth.pending) == (1, 10, 1)
 
@@ -147,8 +147,8 @@ async def test_depth_counts_entries_bytes_and_pending(stream: WatchedStream) -> 
 async def test_acknowledging_twice_changes_nothing(stream: WatchedStream) -> None:
     ids = await _fill(stream, 2)
     await stream.read("g", "c", 10, 0)
-    await stream.ack("g", ids, delete=True)
-    await stream.ack("g", ids, delete=True)
+    await stream.ack("g", ids)
+    await stream.ack("g", ids)
     depth = await stream.depth()
     assert (depth.entries, depth.bytes, depth.pending) == (0, 0, 0)
 
@@ -157,7 +157,7 @@ async def test_re_reading_acknowledges_entries_that_are_gone(stream: WatchedStre
     await stream.create_group("other")
     ids = await _fill(stream, 3)
     await stream.read("g", "c", 10, 0)
-    await stream.ack("other", ids[:2], delete=True)
+    await stream.ack("other", ids[:2])
     assert [entry.id for entry in await stream.unacked("g", "c")] == ids[2:]
     assert (await stream.depth()).pending == 1
 

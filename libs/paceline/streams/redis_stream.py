@@ -131,14 +131,12 @@ class RedisStream:
                         raise
                     await self.create_group(group)
 
-    async def ack(self, group: str, ids: Sequence[str], *, delete: bool = False) -> None:
-        """Acknowledges entries after use, in one script. With `delete` they also leave the stream,
-        for every group.
-        """
+    async def ack(self, group: str, ids: Sequence[str]) -> None:
+        """Acknowledges entries after use, in one script. They leave the stream, for every group."""
         if not ids:
             return
         with connection.redis_errors(self._client, f"acknowledge on {self.key}"):
-            await self._ack(keys=[self.key, self._sizes], args=[group, int(delete), *ids])
+            await self._ack(keys=[self.key, self._sizes], args=[group, *ids])
         for held in self._held.values():
             held.difference_update(ids)
 

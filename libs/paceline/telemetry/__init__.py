@@ -124,9 +124,9 @@ def span(
         opened.end()
 
 
-def open_span(name: str, attributes: Attributes, links: Sequence[str] = ()) -> Span:
+def open_span(name: str, attributes: Attributes) -> Span:
     """A span below the current one. Its owner ends it, in any context."""
-    return tracer().start_span(name, attributes=attributes, links=_linked(links))
+    return tracer().start_span(name, attributes=attributes)
 
 
 def past_span(

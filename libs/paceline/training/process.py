@@ -51,7 +51,7 @@ def join_ranks(device: str, deadline_s: float, *, threads: int, seed: int) -> No
 
 def from_rank_zero(value: T) -> T:
     """Rank 0's value (JSON types) on every rank; values of the other ranks are ignored."""
-    found: T = json.loads(_bytes_of(0, json.dumps(value).encode()))
+    found: T = json.loads(_bytes_of_rank_zero(json.dumps(value).encode()))
     return found
 
 
@@ -73,19 +73,19 @@ def tensors_from_rank_zero(kind: type[D], value: D | None) -> D | None:
     own = b""
     if value is not None:
         own = save({field.name: getattr(value, field.name) for field in fields(kind)})
-    data = _bytes_of(0, own)
+    data = _bytes_of_rank_zero(own)
     return kind(**load(data)) if data else None
 
 
-def _bytes_of(rank: int, own: bytes) -> bytes:
-    """Bytes of the source rank; bytes of the other ranks are ignored."""
+def _bytes_of_rank_zero(own: bytes) -> bytes:
+    """Rank 0's bytes; bytes of the other ranks are ignored."""
     size = torch.tensor(len(own))
-    dist.broadcast(size, rank)
+    dist.broadcast(size, 0)
     data = torch.empty(int(size), dtype=torch.uint8)
-    if rank == dist.get_rank():
+    if dist.get_rank() == 0:
         data = torch.from_numpy(np.frombuffer(own, dtype=np.uint8).copy())
     if len(data):
-        dist.broadcast(data, rank)
+        dist.broadcast(data, 0)
     return data.numpy().tobytes()
 
 

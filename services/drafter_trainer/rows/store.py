@@ -291,7 +291,7 @@ class RowFeed:
                 if (sample := await self._decode(stream, entry)) is not None
             }
             self._take(list(usable.values()))
-            await stream.ack(GROUP, list(usable), delete=True)
+            await stream.ack(GROUP, list(usable))
 
     async def _decode(self, stream: RedisStream, entry: Entry) -> FeatureSample | None:
         try:

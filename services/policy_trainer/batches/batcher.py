@@ -119,7 +119,7 @@ class Batcher:
 
     async def _acknowledge(self, entries: Mapping[str, object]) -> None:
         if entries:
-            await self._stream.ack(GROUP, list(entries), delete=True)
+            await self._stream.ack(GROUP, list(entries))
         for entry_id in entries:
             self._held.remove(entry_id)
 

@@ -81,7 +81,7 @@ async def test_a_branch_appended_again_after_training_stays_trained(
     await stream.create_group("policy")
     (entry,) = await stream.read("policy", "c", 1, 0)
     await ledger.mark_trained([key], 3)
-    await stream.ack("policy", [entry.id], delete=True)
+    await stream.ack("policy", [entry.id])
     branch = _branch(run_id, 0)
     assert await ledger.append_final(branch, *encode_trajectory(branch)) is False
     assert await ledger.count() == LedgerCount(1, 1, {}, 0, 0)
@@ -95,7 +95,7 @@ async def test_every_final_branch_has_one_fate(
     entries = await stream.read("policy", "c", 10, 0)
     await ledger.mark_trained(keys[:2], 3)
     await ledger.mark_dropped({keys[2]: "stale", keys[3]: "group_closed", keys[4]: "stale"})
-    await stream.ack("policy", [entry.id for entry in entries[:5]], delete=True)
+    await stream.ack("policy", [entry.id for entry in entries[:5]])
     assert await ledger.count() == LedgerCount(6, 2, {"stale": 2, "group_closed": 1}, 1, 0)
 
 
@@ -205,7 +205,7 @@ async def test_a_branch_of_a_compacted_step_never_comes_back_into_the_stream(
     await stream.create_group("policy")
     entries = await stream.read("policy", "c", 10, 0)
     await ledger.mark_trained(keys, 3)
-    await stream.ack("policy", [entry.id for entry in entries], delete=True)
+    await stream.ack("policy", [entry.id for entry in entries])
     await ledger.compact(3)
     late = _branch(run_id, 0)
     for _ in range(2):
