@@ -4,7 +4,6 @@ form.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -205,77 +204,3 @@ def span(
         "links": [f"00-{trace}-{link:016x}-01" for link in more.get("links", ())],
         "status": "unset",
     }
-
-
-def write_spans(directory: Path, sessions: int = 100) -> None:
-    """One RL step as a trace. The call RolloutService.RunTasks took 1, 2, ...
-
-    `sessions` ms; entry i waited i ms.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    coordinator = [span("step", "coordinator", 1, 0, 4000)]
-    gateway, policy = [], []
-    for i in range(1, sessions + 1):
-        call, session, produced = 1000 + i, 3000 + i, 4000 + i
-        coordinator.append(
-            span(
-                "RolloutService.RunTasks", "coordinator", call, 10, 10 + i, kind="client", parent=1
-            )
-        )
-        gateway += [
-            span(
-                "RolloutService.RunTasks",
-                "gateway",
-                2000 + i,
-                10.2,
-                9.9 + i,
-                kind="server",
-                parent=call,
-            ),
-            span("rollout.session", "gateway", session, 11, 400 + 9 * i, parent=1),
-            span(
-                "trajectory.append",
-                "gateway",
-                produced,
-                1490,
-                1500 - i,
-                kind="producer",
-                parent=session,
-            ),
-        ]
-    links = [4000 + i for i in range(1, sessions + 1)]
-    policy += [
-        span(
-            "policy.batch_wait",
-            "policy_trainer",
-            5000,
-            1500,
-            1520,
-            kind="consumer",
-            parent=1,
-            links=links,
-        ),
-        span("policy.optimizer_step", "policy_trainer", 5001, 1520, 3600, parent=1),
-        span("policy.publish", "policy_trainer", 5002, 3600, 3850, parent=1),
-    ]
-    drafter = [
-        span("drafter.activate", "drafter_trainer", 6000, 1210, 1940, parent=1),
-        span(
-            "drafter.micro_step",
-            "drafter_trainer",
-            6001,
-            1230,
-            1270,
-            parent=6000,
-            attributes={"tokens": 512},
-        ),
-    ]
-    named = {
-        "coordinator-1": coordinator,
-        "gateway-2": gateway,
-        "policy_trainer-3": policy,
-        "drafter_trainer-4": drafter,
-    }
-    for name, lines in named.items():
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (directory / f"{name}.jsonl").write_text(text, encoding="utf-8")

@@ -21,7 +21,7 @@ from paceline.errors import PacelineError
 from paceline.messages import versions_from_proto
 from paceline.models.config import read_config
 from paceline.ranks.messages import Failed, Saved
-from paceline.report.spans import read_report
+from paceline.report.spans import read_spans
 from paceline.services.coordinator.journal.entry import VERSION as JOURNAL_VERSION
 from paceline.services.coordinator.journal.entry import JournalEntry
 from paceline.services.coordinator.journal.groups import KnownGroup
@@ -448,7 +448,9 @@ DECODERS: dict[str, Decoder] = {
         (ValueError, EOFError),
     ),
     "rewards at a URL": Decoder((b'{"reward": 0.5}',), reward_of),
-    "span files": Decoder((lines(SPAN, SPAN),), in_file("a.jsonl", read_report)),
+    "span files": Decoder(
+        (lines(SPAN, SPAN),), in_file("a.jsonl", lambda at: list(read_spans(at)))
+    ),
     "facts": Decoder(
         (cpb.Facts(facts=[FACT]).SerializeToString(),),
         lambda raw: events._decode([b"r\0", raw, raw]),

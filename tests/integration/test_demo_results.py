@@ -53,7 +53,6 @@ async def files(tmp_path: Path, redis_client: redis.asyncio.Redis, run_id: str) 
             run_key(run_id, "journal"), {"entry": pack_entry(entry)}, id=f"{number}-0"
         )
     found = RunFiles(run_id, tmp_path)
-    synthetic_run.write_spans(found.spans)
     write_tables(found.config, {"run": {"id": run_id}})
     return found
 

@@ -34,7 +34,6 @@ from paceline.local import ports, tokens
 from paceline.report import html, journal
 from paceline.report.figures import OtherRun
 from paceline.report.samples import read_samples
-from paceline.report.spans import read_report
 from paceline.report.summary import summarize
 from paceline.rpc import names_loopback
 from paceline.streams import LedgerCount
@@ -65,7 +64,7 @@ class LivePage:
         beside this one.
         """
         self._config, self._files, self._other = config, files, other
-        self._copy = replace(files, directory=folder, spans_dir=str(files.spans))
+        self._copy = replace(files, directory=folder)
         self._due = asyncio.Event()
         self._due.set()
         self.state = RunState(config.run.id, 0, lambda record: self._due.set())
@@ -94,10 +93,9 @@ class LivePage:
 
     def _content(self, ledger: LedgerCount, settings: Mapping[str, Any]) -> str:
         history = journal.read_history(self._copy.directory / report.JOURNAL)
-        spans = read_report(self._copy.spans)
         samples = read_samples(self._copy.directory / report.SAMPLES)
         summary = summarize(self._files.run_id, history, ledger, {}, settings)
-        return html.content(summary, history, spans, samples, self._other)
+        return html.content(summary, history, samples, self._other)
 
     async def watch(self) -> None:
         """Follows the run's facts until it ends."""

@@ -20,7 +20,6 @@ from paceline.report import html, journal
 from paceline.report.charts import duration
 from paceline.report.figures import OtherRun
 from paceline.report.samples import newest_samples, read_samples, write_samples
-from paceline.report.spans import read_report
 from paceline.report.summary import Summary, summarize
 from paceline.report.why import explain
 from paceline.streams import Ledger, LedgerCount, connect
@@ -57,15 +56,15 @@ def write_results(
     pids: Mapping[str, int],
     other: OtherRun | None = None,
 ) -> Summary:
-    """Writes steps.jsonl, summary.json and report.html, after all services have written their
-    spans. `other`: a run beside it in the report. Raises DataLoss if the run has not begun.
+    """Writes steps.jsonl, summary.json and report.html. `other`: a run beside it in the report.
+    Raises DataLoss if the run has not begun.
     """
-    history, spans = journal.read_history(files.directory / JOURNAL), read_report(files.spans)
+    history = journal.read_history(files.directory / JOURNAL)
     summary = summarize(files.run_id, history, ledger, pids, files.read_config())
     journal.write_steps(files.directory / STEPS, history.records)
     write_whole(files.summary, json.dumps(summary, indent=2) + "\n")
     samples = read_samples(files.directory / SAMPLES)
-    shown = html.content(summary, history, spans, samples, other)
+    shown = html.content(summary, history, samples, other)
     write_whole(files.report, html.render(files.run_id, shown))
     return summary
 

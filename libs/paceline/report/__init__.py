@@ -1,1 +1,1 @@
-"""Reports a run: figures from journal, ledger and spans, and a page that shows them."""
+"""Reports a run: figures from journal and ledger, a page that shows them, and slow steps."""

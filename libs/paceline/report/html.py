@@ -10,7 +10,6 @@ from typing import Any
 
 from paceline.report import charts, figures, journal, tables
 from paceline.report.samples import ShownSample
-from paceline.report.spans import SpanReport
 from paceline.report.summary import Summary
 
 _FOLDER = Path(__file__).parent
@@ -77,7 +76,6 @@ def document(title: str, head: str, body: str) -> str:
 def content(
     summary: Summary,
     history: journal.RunHistory,
-    spans: SpanReport,
     samples: Sequence[ShownSample] = (),
     other: figures.OtherRun | None = None,
 ) -> str:
@@ -86,7 +84,6 @@ def content(
         tables.exactness_table(history),
         tables.acceptance_table(history),
         tables.gate_table(history.gate),
-        tables.latency_table(spans),
     )
     return charts.MARKUP.get_template("run.html").render(
         summary=summary,

@@ -4,10 +4,9 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from paceline.report.charts import duration, number
+from paceline.report.charts import number
 from paceline.report.figures import AUDIT_GAP, OtherRun
 from paceline.report.journal import DrafterDecision, RunHistory
-from paceline.report.spans import SpanReport
 
 _VERSIONS = 12
 """Maximum number of drafter versions."""
@@ -117,22 +116,6 @@ def _decided(one: DrafterDecision) -> Sequence[object]:
         *(compared("accept_length"), compared("speedup"), figure(of.get("noise") or None, 2)),
         *counts,
     )
-
-
-def latency_table(spans: SpanReport) -> Table:
-    """One row per edge between services."""
-    left_out = f"; {spans.left_out:,} callers left out" if spans.left_out else ""
-    note = "gRPC: as the caller measures it, streams to their end; Redis: from append to read. "
-    note += f"{spans.spans:,} spans read{left_out}"
-    rows = [
-        (
-            *(f"{one.source} → {one.target}", one.method, one.transport, f"{one.count:,}"),
-            *map(duration, one.quantiles_s),
-        )
-        for one in spans.edges
-    ]
-    heads = ("edge", "call or hop", "over", "count", "p50", "p95", "p99")
-    return Table("Latency between services", note, heads, 3, rows, "no spans were written")
 
 
 def figure(value: float | None, digits: int) -> str:

@@ -222,9 +222,7 @@ def test_the_recorder_takes_the_groups_that_train_and_leaves_evaluations_out() -
         number = str(len(spans))
         at_ns = len(spans)
         spans.append(
-            SpanRecord(
-                "t", number, parent, name, "internal", "gateway", at_ns, at_ns, (), attributes
-            )
+            SpanRecord("t", number, parent, name, "internal", "gateway", at_ns, at_ns, attributes)
         )
         return number
 

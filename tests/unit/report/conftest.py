@@ -9,7 +9,6 @@ import pytest
 import synthetic_run
 
 from paceline.report.journal import RunHistory, read_history
-from paceline.report.spans import SpanReport, read_report
 
 
 @pytest.fixture(scope="session")
@@ -22,9 +21,3 @@ def history(tmp_path: Path, synthetic: ModuleType) -> RunHistory:
     """30 steps."""
     synthetic.write_journal(tmp_path / "journal.jsonl", 30)
     return read_history(tmp_path / "journal.jsonl")
-
-
-@pytest.fixture
-def spans(tmp_path: Path, synthetic: ModuleType) -> SpanReport:
-    synthetic.write_spans(tmp_path / "spans")
-    return read_report(tmp_path / "spans")

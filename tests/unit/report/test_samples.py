@@ -21,7 +21,6 @@ from paceline.report.samples import (
     read_samples,
     write_samples,
 )
-from paceline.report.spans import SpanReport
 from paceline.report.summary import summarize
 from paceline.streams import LedgerCount, encode_trajectory, run_key
 from paceline.trajectory import BranchKey, DrawSpan, Trajectory, VersionSpan
@@ -45,7 +44,7 @@ SAMPLE = ShownSample(
 
 def test_text_of_a_sample_cannot_become_markup(history: RunHistory) -> None:
     summary = summarize("demo", history, LedgerCount(0, 0, {}, 0, 0), {}, {})
-    shown = content(summary, history, SpanReport(), [SAMPLE]).split(">Samples</h2>")[1]
+    shown = content(summary, history, [SAMPLE]).split(">Samples</h2>")[1]
     assert '<span class="s0" title="-0.01 off">&lt;b&gt;</span>' in shown
     assert '<span class="prompt">tool</span> … 7 more tokens' in shown
     assert "t&lt;1&gt; · step 4 · p4 · reward 0.5" in shown

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from paceline.report.journal import RunHistory
-from paceline.report.spans import SpanReport
 from paceline.report.summary import summarize
 from paceline.streams import LedgerCount
 
@@ -38,7 +37,7 @@ REQUIRED = [
 ]
 
 
-def test_figures_equal_those_the_run_was_made_with(history: RunHistory, spans: SpanReport) -> None:
+def test_figures_equal_those_the_run_was_made_with(history: RunHistory) -> None:
     ledger = LedgerCount(final=10, trained=7, dropped={"stale": 1}, open=1, lost=1)
     summary = summarize("demo-0-1", history, ledger, PIDS, {})
     assert set(REQUIRED) <= set(summary)

@@ -13,7 +13,6 @@ from chromium import CHROMIUM, Tab
 from paceline.report.html import content, read_asset, render
 from paceline.report.journal import RunHistory
 from paceline.report.samples import ShownSample
-from paceline.report.spans import SpanReport
 from paceline.report.summary import summarize
 from paceline.streams import LedgerCount
 
@@ -23,7 +22,7 @@ TOKEN = "document.querySelector('.said [title]')"
 
 
 @pytest.fixture
-def tab(tmp_path: Path, history: RunHistory, spans: SpanReport) -> Iterator[Tab]:
+def tab(tmp_path: Path, history: RunHistory) -> Iterator[Tab]:
     """The report of the made-up run, all of it in view."""
     if CHROMIUM is None:
         pytest.skip("needs Chromium")
@@ -31,7 +30,7 @@ def tab(tmp_path: Path, history: RunHistory, spans: SpanReport) -> Iterator[Tab]
     sample = ShownSample("gcd-1", 3, 3, 1.0, "69:25=", parts)
     summary = summarize("demo-0-1", history, LedgerCount(0, 0, {}, 0, 0), {}, {})
     page = tmp_path / "report.html"
-    page.write_text(render("run", content(summary, history, spans, [sample])))
+    page.write_text(render("run", content(summary, history, [sample])))
     with Tab(tmp_path / "profile", 390, 24_000) as found:
         found.ask("Emulation.setTouchEmulationEnabled", enabled=True)
         found.open(page.as_uri(), "document.querySelector('.tip')")
