@@ -23,11 +23,6 @@ class SpanRecord:
     end_ns: int
     attributes: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def duration_s(self) -> float:
-        """Seconds from start to end."""
-        return (self.end_ns - self.start_ns) / 1e9
-
 
 _FIELDS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("trace_id", "span_id", "parent_id", "name", "kind", "service"), str),
