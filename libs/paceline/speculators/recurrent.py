@@ -297,7 +297,7 @@ class RecurrentDrafter(net_drafter.NetDrafter[RecurrentNet]):
             state = self._net.advance(self._weights[step], state, tokens)
             return _logits(self._weights[step], state)
 
-        return self._chain(batch, shape, _logits(self._weights[0], state), advance)
+        return self._chain(shape, _logits(self._weights[0], state), advance)
 
     def _tree(self, count: int, state: State, shape: base.DraftShape) -> base.Drafts:
         """EAGLE-2's tree; every node of a beam has its own state."""
