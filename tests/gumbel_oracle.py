@@ -17,11 +17,9 @@ def _mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def uniform(seed: int, position: int, token: int, stream: int = 0) -> float:
-    """u(s, t, v, r)."""
+def uniform(seed: int, position: int, token: int) -> float:
+    """u(s, t, v)."""
     key = _mix((_mix((seed + _GOLDEN) & _MASK) + position * _GOLDEN) & _MASK)
-    if stream:
-        key = _mix((key - stream * _GOLDEN) & _MASK)
     return ((_mix((key + (token + 1) * _GOLDEN) & _MASK) >> 11) + 0.5) * 2.0**-53
 
 

@@ -67,8 +67,6 @@ class GateConfig(Config):
     """Drafted tokens per position in an evaluation."""
     samples: int = Field(default=32, ge=1)
     """Maximum samples per evaluation."""
-    verification: Literal["same_draw", "rejection"] = "same_draw"
-    """The engine's acceptance rule: greedy drafts equal to its draw, or min(1, p/q)."""
     verify_cost: ClassVar[float] = 0.05
     """Cost of verifying a draft before measurements of the engine, in plain rounds."""
     draft_cost: ClassVar[float] = 0.1

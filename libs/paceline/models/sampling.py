@@ -20,18 +20,14 @@ The draw is a pure function of logits, seed and position. This module computes t
 noise, the masks and the behavior log-prob, independently of batches, caches and speculation.
 models/sampling.py adjusts logits before the draw.
 
-Noise of token v at absolute position t of a request with seed s in stream r, in 64-bit integers
-that wrap:
+Noise of token v at absolute position t of a request with seed s, in 64-bit integers that wrap:
   mix(z)     = splitmix64's finaliser (Steele, Lea, Flood 2014):
                z ^= z >>> 30; z *= BF58476D1CE4E5B9; z ^= z >>> 27; z *= 94D049BB133111EB;
                z ^= z >>> 31
   key(s,t)   = mix(mix(s + G) + t * G),  G = 9E3779B97F4A7C15
-  key(s,t,r) = key(s,t) for r = 0, else mix(key(s,t) - r * G)
-  u(s,t,v,r) = ((mix(key(s,t,r) + (v + 1) * G) >>> 11) + 0.5) * 2^-53,  in (0, 1)
+  u(s,t,v)   = ((mix(key(s,t) + (v + 1) * G) >>> 11) + 0.5) * 2^-53,  in (0, 1)
   noise      = -log(-log(u)),  float64
-Tokens count up from the key, and streams count down. Every number depends on (s, t, v, r) alone, so
-the rest of the batch does not affect the draw. Stream 0 is the target's draw. Other decisions at
-the same position use other streams; in the same stream they would depend on that draw.
+Every number depends on (s, t, v) alone, so the rest of the batch does not affect the draw.
 """
 
 from __future__ import annotations
@@ -39,7 +35,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from functools import lru_cache
 from typing import Any
 
@@ -120,17 +115,6 @@ _MULTIPLIER_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MULTIPLIER_2 = 0x94D049BB133111EB - (1 << 64)
 
 
-class NoiseStream(IntEnum):
-    """Purpose of a random number at a position; numbers of different streams are independent."""
-
-    TARGET = 0
-    """The draw from the target."""
-    DRAFT = 1
-    """Drafts drawn from the drafter's distribution."""
-    COIN = 2
-    """Acceptance of a draft; the coin of draft v is the number of token v."""
-
-
 def _wrapped(value: int) -> int:
     """The int64 of the same value modulo 2^64."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
@@ -148,40 +132,35 @@ def _token_counters(vocab: int, device: torch.device) -> Tensor:
     return (torch.arange(vocab, dtype=torch.int64, device=device) + 1) * _GOLDEN
 
 
-def uniform(
-    seeds: Tensor, positions: Tensor, vocab: int, stream: NoiseStream = NoiseStream.TARGET
-) -> Tensor:
-    """u(s, t, v, r) of the module docstring for every token.
+def uniform(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
+    """u(s, t, v) of the module docstring for every token.
 
     seeds, positions: int64 [N]. Returns float64 [N, V] in (0, 1).
     """
-    keys = _keys(seeds, positions, stream)
+    keys = _keys(seeds, positions)
     return _to_unit(_mix_(keys[:, None] + _token_counters(vocab, keys.device)))
 
 
-def uniform_of(seeds: Tensor, positions: Tensor, tokens: Tensor, stream: NoiseStream) -> Tensor:
-    """u(s, t, v, r) of chosen tokens; seeds, positions int64 [N], tokens int64 [N] or [N, C].
+def uniform_of(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """u(s, t, v) of chosen tokens; seeds, positions int64 [N], tokens int64 [N] or [N, C].
 
     Returns float64 in (0, 1), of the tokens' shape.
     """
-    keys = _keys(seeds, positions, stream).view(-1, *[1] * (tokens.dim() - 1))
+    keys = _keys(seeds, positions).view(-1, *[1] * (tokens.dim() - 1))
     return _to_unit(_mix_(keys + (tokens + 1) * _GOLDEN))
 
 
-def _keys(seeds: Tensor, positions: Tensor, stream: NoiseStream) -> Tensor:
-    keys = _mix_(_mix_(seeds + _GOLDEN) + positions * _GOLDEN)
-    return _mix_(keys - _wrapped(stream * _GOLDEN)) if stream else keys
+def _keys(seeds: Tensor, positions: Tensor) -> Tensor:
+    return _mix_(_mix_(seeds + _GOLDEN) + positions * _GOLDEN)
 
 
 def _to_unit(z: Tensor) -> Tensor:
     return (z >> 11).bitwise_and_((1 << 53) - 1).to(torch.float64).add_(0.5).mul_(2.0**-53)
 
 
-def gumbel_noise(
-    seeds: Tensor, positions: Tensor, vocab: int, stream: NoiseStream = NoiseStream.TARGET
-) -> Tensor:
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
     """-log(-log u), float64 [N, V]; seeds, positions: int64 [N]."""
-    return _gumbel(uniform(seeds, positions, vocab, stream))
+    return _gumbel(uniform(seeds, positions, vocab))
 
 
 def _gumbel(units: Tensor) -> Tensor:
@@ -352,7 +331,7 @@ def _top_two(
         if ids is None:
             noise = gumbel_noise(params.seeds, positions, scores.shape[-1])
         else:
-            noise = _gumbel(uniform_of(params.seeds, positions, ids, NoiseStream.TARGET))
+            noise = _gumbel(uniform_of(params.seeds, positions, ids))
         if params.any_greedy:
             noise.masked_fill_((params.temperatures <= 0)[:, None], 0.0)
         scores = noise.add_(scores)

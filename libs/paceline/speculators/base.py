@@ -4,7 +4,7 @@ Terms: a slot is a cache row of the engine. Row t of a sequence is (hidden state
 + 1).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,12 +51,6 @@ class CaptureSpec:
         return [start * hidden_size + offset for start in starts for offset in range(hidden_size)]
 
 
-DraftSampler = Callable[[Tensor, int], Tensor]
-"""Draws a chain's tokens instead of choosing the most likely tokens, and keeps the distributions:
-int64 [B] from the drafter's logits [B, V] for the level, 0 for position n.
-"""
-
-
 @dataclass(frozen=True, slots=True)
 class DraftBatch:
     """The engine's data of the sequences to draft for: B rows, S slots, C positions of capacity."""
@@ -70,10 +64,6 @@ class DraftBatch:
     hidden: Tensor
     """[S, C, W]: true hidden states of positions 0 .. n - 2, by SpeculatorSetup.layers; the last H
     columns are the states after the final norm. The state of token n - 1 is not computed yet.
-    """
-    sampler: DraftSampler | None = None
-    """Chooses tokens of a chain for speculators with a distribution; None: the most
-    likely tokens.
     """
     prompts: Sequence[int] = ()
     """[B] prompt tokens of each sequence, after which its answer begins; (): unknown."""

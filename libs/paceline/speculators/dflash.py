@@ -337,8 +337,6 @@ class DflashDrafter(layer_drafter.CachedDrafter[DflashNet]):
             wide = levels[:, :, None].expand(-1, -1, width, -1)
             tree = net_drafter.grow_tree(levels[:, 0], lambda beam: wide[:, beam.level], shape)
             return self._with_ids(tree)
-        if batch.sampler is not None:
-            return self._chain(batch, shape, logits[:, 0], lambda step, tokens: logits[:, step])
         shares, tokens = torch.softmax(logits.float(), dim=-1).max(dim=-1)
         scores = shares.cumprod(dim=1)
         if shape.floor > 0:

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from paceline.errors import WeightsError
 from paceline.models import cache, decoder, loading, products, rope
-from paceline.speculators import base, layer_net, net_drafter, vocabulary
+from paceline.speculators import base, layer_net, net_drafter
 
 LAG_ROWS = 8
 """A slot that lacks more rows than this catches up separately, so that other slots do not compute
@@ -104,11 +104,6 @@ class CachedDrafter(net_drafter.NetDrafter[Net]):
 
     def _with_ids(self, drafts: base.Drafts) -> base.Drafts:
         return replace(drafts, tokens=self._token_ids(drafts.tokens))
-
-    def _over_tokens(self, logits: Tensor) -> Tensor:
-        ids = self._drafted
-        size = self._target.config.vocab_size
-        return logits if ids is None else vocabulary.over_tokens(logits, ids, size)
 
     def load_state(self, directory: Path) -> Net:
         """See NetDrafter.load_state. Keys and values of the old weights stay until their rows are
@@ -216,7 +211,7 @@ class LayerDrafter(CachedDrafter[Net]):
             features = self._advance(tokens, features, blocks[step])
             return self._logits(features)
 
-        return self._chain(batch, shape, self._logits(features), advance)
+        return self._chain(shape, self._logits(features), advance)
 
     def _advance(self, tokens: Tensor, features: Tensor, block: decoder.Block) -> Tensor:
         """One forward of the layer: the next features [N, H] from token ids int64 [N] and features

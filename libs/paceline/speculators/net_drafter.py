@@ -108,12 +108,6 @@ class NetDrafter(base.Speculator, ABC, Generic[Net]):
         """Token ids of draft ids, same shape."""
         return draft_ids
 
-    def _over_tokens(self, logits: Tensor) -> Tensor:
-        """Logits [B, V] by token from logits [B, draft ids]; -inf for tokens that it
-        cannot draft.
-        """
-        return logits
-
     @property
     def capture(self) -> base.CaptureSpec:
         """See Speculator.capture."""
@@ -141,14 +135,10 @@ class NetDrafter(base.Speculator, ABC, Generic[Net]):
         self._serve(state)
 
     def _chain(
-        self,
-        batch: base.DraftBatch,
-        shape: base.DraftShape,
-        logits: Tensor,
-        advance: Callable[[int, Tensor], Tensor],
+        self, shape: base.DraftShape, logits: Tensor, advance: Callable[[int, Tensor], Tensor]
     ) -> base.Drafts:
-        """A chain of the most likely tokens, or of drawn tokens, from the logits of the first
-        draft. It ends at the first draft that no sequence reaches with `shape.floor` or more.
+        """A chain of the most likely tokens, from the logits of the first draft. It ends at the
+        first draft that no sequence reaches with `shape.floor` or more.
 
         `advance`: (number of the draft, token ids [B] before it) -> its logits [B, draft ids].
         """
@@ -158,22 +148,12 @@ class NetDrafter(base.Speculator, ABC, Generic[Net]):
         for step in range(shape.steps):
             if step:
                 logits = advance(step, tokens[-1])
-            token, share = self._chosen(batch, logits, step)
-            tokens.append(token)
+            share, draft_ids = torch.softmax(logits.float(), dim=-1).max(dim=-1)
+            tokens.append(self._token_ids(draft_ids))
             scores.append(scores[-1] * share if scores else share)
             if shape.floor > 0 and bool(scores[-1].max() < shape.floor):
                 break
         return base.Drafts(torch.stack(tokens, dim=1), torch.stack(scores, dim=1).float())
-
-    def _chosen(self, batch: base.DraftBatch, logits: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Token ids [B] and their shares of probability [B] from logits [B, draft ids]."""
-        logits = logits.float()
-        if batch.sampler is None:
-            share, draft_ids = torch.softmax(logits, dim=-1).max(dim=-1)
-            return self._token_ids(draft_ids), share
-        logits = self._over_tokens(logits)
-        token = batch.sampler(logits, step)
-        return token, torch.softmax(logits, dim=-1).gather(1, token[:, None])[:, 0]
 
 
 def logprobs(logits: Tensor) -> Tensor:

@@ -67,7 +67,9 @@ class SelfDrafter(base.Speculator):
         scores: list[Tensor] = []
         for step in range(shape.steps):
             logits = self._forward(batch, rows, token, lengths + (step - 1), step)
-            token, share = _chosen(batch, logits, lengths + step, step)
+            assert batch.draws is not None
+            token, gaps = sampling.draw_likely(logits, lengths + step, batch.draws)
+            share = torch.sigmoid(SHARPNESS * gaps)
             tokens.append(token)
             scores.append(scores[-1] * share if scores else share)
             if shape.floor > 0 and bool(scores[-1].max() < shape.floor):
@@ -91,18 +93,6 @@ class SelfDrafter(base.Speculator):
             weights.config, weights.rotation, batch.kv, rows, positions[:, None], length
         )
         return self._head.product(decoder.forward_hidden(weights, batch.kv, tokens, block))
-
-
-def _chosen(
-    batch: base.DraftBatch, logits: Tensor, positions: Tensor, step: int
-) -> tuple[Tensor, Tensor]:
-    """Tokens int64 [B] at positions int64 [B], and their scores [B]."""
-    if batch.sampler is not None:
-        token = batch.sampler(logits, step)
-        return token, torch.softmax(logits, dim=-1).gather(1, token[:, None])[:, 0]
-    assert batch.draws is not None
-    token, gaps = sampling.draw_likely(logits, positions, batch.draws)
-    return token, torch.sigmoid(SHARPNESS * gaps)
 
 
 def _rounded(layer: decoder.LayerWeights) -> decoder.LayerWeights:

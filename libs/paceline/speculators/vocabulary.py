@@ -78,15 +78,6 @@ def check_maps(d2t: Tensor, t2d: Tensor) -> None:
         )
 
 
-def over_tokens(logits: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
-    """Logits [..., V] by token, from logits [..., Vd] of the tokens int64 [Vd]; -inf for all other
-    tokens.
-    """
-    full = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
-    full[..., token_ids] = logits
-    return full
-
-
 class LimitedOptions(Config):
     """Settings of a network with a draft vocabulary."""
 

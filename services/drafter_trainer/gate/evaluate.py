@@ -67,13 +67,10 @@ def chain_survival(
     steps: int,
     *,
     temperature: float,
-    sampled: bool = False,
 ) -> Tensor:
     """The result of `survival_in_pieces`, computed without a pause."""
     whole = Pace(float("inf"))
-    pieces = survival_in_pieces(
-        net, row, head, steps, temperature=temperature, sampled=sampled, pace=whole
-    )
+    pieces = survival_in_pieces(net, row, head, steps, temperature=temperature, pace=whole)
     while True:
         try:
             next(pieces)
@@ -90,21 +87,18 @@ def survival_in_pieces(
     steps: int,
     *,
     temperature: float,
-    sampled: bool,
     pace: Pace,
 ) -> Generator[None, None, Tensor]:
     """float64 [N, K] at the row's N judged positions: unbiased estimates of P(drafts 1 .. k all
     accepted).
 
-    A round accepts a draft y of q with probability min(1, p(y) / q(y)), where p is the policy at
-    the temperature. Greedy drafts are the case of a q with all its mass on argmax. Then, with x
-    drawn from p,
+    A round accepts a draft that equals the draw x from p, the policy at the temperature. Then
 
-        survival_k = E_x[ w(x_1) .. w(x_{k-1}) alpha_k ],   w(x) = min(1, q(x) / p(x)),   alpha =
-        sum_y min(p(y), q(y)),
+        survival_k = E_x[ w(x_1) .. w(x_{k-1}) alpha_k ],   w(x) = [x is the draft],   alpha =
+        p(draft),
 
-    with step k teacher-forced on x_1 .. x_{k-1}. For greedy drafts w is "the draw equals the draft"
-    and alpha is p(draft), so its variance is never larger than that of counted matches.
+    with step k teacher-forced on x_1 .. x_{k-1}. The variance is never larger than that of counted
+    matches.
     The product of p(draft) over all steps would be biased, since it counts paths that the engine
     has left.
 
@@ -129,7 +123,7 @@ def survival_in_pieces(
             with pace.measured(part, type(net)):
                 own = slice(part.start - at.start, part.stop - at.start)
                 logits = net.draft_logits(step, states[own])
-                alpha, follows = (policy.sampled if sampled else policy.greedy)(logits, there[part])
+                alpha, follows = policy.greedy(logits, there[part])
                 found[part] = reached[part] * alpha * possible[part]
                 reached[part] *= follows * possible[part]
             yield
@@ -159,21 +153,6 @@ class _Policy:
         own = (self._row.next_states[places] * self._head[drafts]).sum(-1).double()
         alpha = (own / self._temperature - self._log_z[places]).clamp(max=0).exp()
         return alpha, (drafts == self._row.draft_tokens[places]).double()
-
-    def sampled(self, logits: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        """The same of N sampled drafts."""
-        log_q = (logits.double() / self._temperature).log_softmax(-1)
-        head = self._head if self._ids is None else self._head[self._ids]
-        own = (self._row.next_states[places] @ head.T).double() / self._temperature
-        log_p = own - self._log_z[places, None]
-        tokens = self._row.draft_tokens[places].clamp(min=0)
-        here, known = tokens, torch.ones_like(tokens, dtype=torch.bool)
-        if self._ids is not None:
-            here = torch.searchsorted(self._ids, tokens).clamp(max=len(self._ids) - 1)
-            known = self._ids[here] == tokens
-        here = here[:, None]
-        follows = (log_q.gather(1, here) - log_p.gather(1, here)).clamp(max=0).exp()[:, 0]
-        return torch.minimum(log_p, log_q).exp().sum(-1), follows * known
 
 
 class GateJob:
@@ -246,7 +225,6 @@ class GateJob:
                 self.heads[row.lm_head_hash],
                 self._settings.draft_steps,
                 temperature=samples[0].temperature or GREEDY,
-                sampled=self._settings.verification == "rejection",
                 pace=self._pace,
             )
             accepted.append(survival.numpy())

@@ -15,7 +15,6 @@ from paceline.models.config import ModelConfig
 from paceline.services.drafter_trainer.rows.sample import FeatureSample, PolicyHead, sample_from
 from paceline.speculators.net import DraftNet
 from paceline.speculators.packed import PackedRow
-from paceline.speculators.vocabulary import over_tokens
 from paceline.streams import FeatureBatch
 from paceline.tensors import from_numpy
 
@@ -108,6 +107,15 @@ def sessions(count: int, *, heldout: bool, every: int) -> list[str]:
     """Names that the buffer's rule puts on that side of the split."""
     names = (f"n{i}" for i in range(100 * count))
     return [name for name in names if (zlib.crc32(name.encode()) % every == 0) is heldout][:count]
+
+
+def over_tokens(logits: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
+    """Logits [..., V] by token, from logits [..., Vd] of the tokens int64 [Vd]; -inf for all other
+    tokens.
+    """
+    full = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
+    full[..., token_ids] = logits
+    return full
 
 
 def chain_logits(net: DraftNet, row: PackedRow, steps: int) -> list[Tensor]:

@@ -134,9 +134,6 @@ class Decoder:
         if nodes.width > 1:
             owners = torch.arange(len(positions), device=positions.device)[:, None]
             params = params.rows(nodes.compute(owners.expand(-1, nodes.width)))
-        if self._speculation.rejection and one.parts:
-            probs = self._speculation.draft_probs(one.parts, nodes, logits.shape[-1])
-            return verify.verify_drawn(logits, nodes, positions, params, probs, adjusted)
         return verify.verify(logits, nodes, positions, params, adjusted)
 
     def _accept(self, one: Round, verdict: verify.Verdict) -> list[int]:

@@ -80,8 +80,7 @@ def engine_arms(spec: EmbeddedSpec, kinds: Kinds) -> dict[str, ArmName]:
     """
     speculators = {**kinds.trained, **kinds.untrained}
     names = spec.arms or tuple(arm for kind in speculators.values() for arm in kind.arms)
-    chains = spec.verification == "rejection"
-    trees = {name: kind.trees and not chains for name, kind in speculators.items()}
+    trees = {name: kind.trees for name, kind in speculators.items()}
     wanted = (OFF, *(name for name in names if name != OFF))
     return {name: parse_arm(name, trees, LARGEST) for name in wanted}
 

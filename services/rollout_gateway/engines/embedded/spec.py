@@ -6,7 +6,7 @@ layout, before engines start.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
@@ -49,11 +49,6 @@ class EmbeddedConfig(Config):
     answer_versions: int = Field(default=128, ge=0)
     """Policy versions for which the n-gram drafter keeps an answer. A prompt returns after an
     epoch, 30 to 100 versions for 7,500 to 12,000 tasks. 0: only answers of the serving policy.
-    """
-    verification: Literal["same_draw", "rejection"] = "same_draw"
-    """Acceptance of drafts. "same_draw": tokens of a seed do not depend on drafts. "rejection":
-    drafts are sampled from the drafter and accepted with min(1, p/q). More drafts are then accepted
-    at high temperatures, and tokens of a seed depend on the arm.
     """
 
 

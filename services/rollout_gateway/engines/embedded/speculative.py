@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from paceline.arm_names import OFF, ArmName
 from paceline.errors import InvalidInput
@@ -54,7 +53,6 @@ class DraftPart:
     batch: DraftBatch
     forced: bool = False  # the arm is forced for at least one row
     drafts: Drafts | None = None
-    sampler: verify.ChainSampler | None = None  # draws the drafts, with verification="rejection"
 
 
 class Speculation:
@@ -70,9 +68,7 @@ class Speculation:
         self._barred: Set[str] = frozenset()
         self._lookup = next((arm for arm in arms.values() if arm.speculator == LOOKUP), None)
         self.bandit = build_bandit(spec.bandit, tuple(arms), spec.seed)
-        self.rejection = spec.verification == "rejection"
-        # Omitting drafts after they are drawn would bias the emitted tokens.
-        self.budget = Budget() if spec.verify_budget and not self.rejection else None
+        self.budget = Budget() if spec.verify_budget else None
         self.forced = ""
 
     @property
@@ -149,35 +145,14 @@ class Speculation:
 
         last int64 [B, 1]: last token of each row. params: B rows, the sampling of the requests.
         """
-        if self.rejection:
-            parts = [_sampling(part, params, last.device) for part in parts]
-        else:
-            divided = [one for part in parts for one in self._divide(part)]
-            parts = [_with_noise(part, params, last.device) for part in divided]
+        divided = [one for part in parts for one in self._divide(part)]
+        parts = [_with_noise(part, params, last.device) for part in divided]
         drafted = [replace(part, drafts=self._propose(part)) for part in parts]
         proposed = [(one.members, one.drafts) for one in drafted if one.drafts is not None]
         drafts = verify.merge_drafts(len(last), proposed)
         if drafts is None or not bool((drafts.tokens >= 0).any()):
             return verify.Nodes(last), []
-        return verify.arrange(last, drafts, whole=self.rejection), drafted
-
-    def draft_probs(self, parts: Sequence[DraftPart], nodes: verify.Nodes, vocab: int) -> Tensor:
-        """q float64 [B, Q, V] of every node's child; zero without a child.
-
-        Drafts that are not drawn have all of q.
-        """
-        shape = (*nodes.tokens.shape, vocab)
-        probs = torch.zeros(shape, dtype=torch.float64, device=nodes.tokens.device)
-        for part in parts:
-            assert part.drafts is not None
-            tokens = part.drafts.tokens
-            if part.sampler is not None and part.sampler.probs:
-                levels = part.sampler.probs[: tokens.shape[1]]
-                probs[part.members, : tokens.shape[1]] = torch.stack(levels, dim=1)
-            else:
-                certain = functional.one_hot(tokens.clamp(min=0), vocab).double()
-                probs[part.members, : tokens.shape[1]] = certain * (tokens >= 0)[:, :, None]
-        return probs
+        return verify.arrange(last, drafts), drafted
 
     def _divide(self, part: DraftPart) -> list[DraftPart]:
         """Splits off the rows for which n-grams promise at least as many accepted drafts as the
@@ -294,13 +269,6 @@ def _with_noise(part: DraftPart, params: sampling.DrawParams, device: torch.devi
         return part
     own = params.rows(torch.tensor(part.members, device=device))
     return replace(part, batch=replace(part.batch, draws=own))
-
-
-def _sampling(part: DraftPart, params: sampling.DrawParams, device: torch.device) -> DraftPart:
-    """The part with a sampler that draws drafts as its requests draw."""
-    members, lengths = torch.tensor([part.members, part.batch.lengths], device=device)
-    sampler = verify.ChainSampler(params.rows(members), lengths)
-    return replace(part, batch=replace(part.batch, sampler=sampler), sampler=sampler)
 
 
 def _followed(verdict: verify.Verdict) -> list[Set[int]]:

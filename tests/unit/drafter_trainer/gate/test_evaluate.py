@@ -308,20 +308,6 @@ def test_greedy_survival_is_what_enumerating_all_draws_gives_and_varies_less_tha
     assert 0.02 < exact[-1] < exact[0] < 0.98
 
 
-def test_sampled_survival_is_what_enumerating_all_drafts_gives() -> None:
-    row, head, weights, p = paths()
-    table = torch.randn(SYMBOLS, SYMBOLS, generator=torch.Generator().manual_seed(9))
-    q = (table.double() / HEAT).softmax(-1)
-    accepted = torch.minimum(p, q)  # P(drafted and accepted) of a token behind another
-    reached, exact = torch.eye(SYMBOLS, dtype=torch.float64)[0], []
-    for _ in range(DEPTH):
-        reached = reached @ accepted
-        exact.append(float(reached.sum()))
-    net: Any = TableNet(table)
-    got = chain_survival(net, row, head, DEPTH, temperature=HEAT, sampled=True)[::DEPTH]
-    assert (weights[:, None] * got).sum(0).tolist() == pytest.approx(exact, abs=1e-6)
-
-
 def test_drafts_of_tokens_that_others_wrote_are_not_counted() -> None:
     """A tool's answer in the middle: the chain ends before it, and its own positions are not
     judged.

@@ -189,28 +189,6 @@ def test_every_node_of_a_tree_scores_as_its_path(tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
-def test_a_sampler_sees_every_position_and_decides(tmp_path: Path) -> None:
-    weights = target_of(tmp_path)
-    net = rough_net(weights)
-    drafter, batch, seen = served(weights, net, tmp_path / "drafter"), known_batch(), []
-
-    def second(logits: Tensor, level: int) -> Tensor:
-        seen.append((logits, level))
-        return logits.topk(2).indices[:, 1]
-
-    drafts = drafter.propose(replace(batch, sampler=second), DraftShape(3))
-    assert [level for _, level in seen] == [0, 1, 2]
-    for row in range(2):
-        likely = 1.0
-        for step, expected in enumerate(predicted(net, batch, row)[:3]):
-            torch.testing.assert_close(seen[step][0][row], expected, atol=1e-3, rtol=0)
-            token = int(expected.topk(2).indices[1])
-            assert int(drafts.tokens[row, step]) == token
-            likely *= float(expected.softmax(-1)[token])
-            assert float(drafts.scores[row, step]) == pytest.approx(likely, rel=1e-3)
-
-
-@torch.inference_mode()
 def test_drafts_end_below_the_floor(tmp_path: Path) -> None:
     weights = target_of(tmp_path)
     drafter = served(weights, rough_net(weights), tmp_path / "drafter")

@@ -164,28 +164,6 @@ def test_a_chain_ends_below_the_floor(tmp_path: Path) -> None:
     assert cut.tokens.shape == (2, 2)
 
 
-def test_a_sampler_draws_from_the_drafters_logits_and_its_tokens_are_followed(
-    tmp_path: Path,
-) -> None:
-    engine, seen = Engine("lstm", tmp_path), []
-
-    def second_best(logits: Tensor, level: int) -> Tensor:
-        seen.append((level, torch.log_softmax(logits, -1)))
-        return logits.topk(2).indices[:, 1]
-
-    drafts = engine.drafter.propose(
-        replace(engine.batch(30, 23), sampler=second_best), DraftShape(HEADS)
-    )
-    assert [level for level, _ in seen] == list(range(HEADS))
-    for row, length in enumerate((30, 23)):
-        tokens = drafts.tokens[row].tolist()
-        chain = engine.chain(row + 1, length, tokens)
-        for (_, logprobs), expected in zip(seen, chain, strict=True):
-            torch.testing.assert_close(logprobs[row], expected, atol=1e-4, rtol=1e-4)
-        score = sum(float(step[token]) for step, token in zip(chain, tokens, strict=True))
-        assert float(drafts.scores[row, -1].log()) == pytest.approx(score, abs=1e-3)
-
-
 @pytest.mark.parametrize("heads", [HEADS, 2])
 def test_a_new_version_serves_with_the_shape_its_config_tells(heads: int, tmp_path: Path) -> None:
     engine = Engine("lstm", tmp_path)

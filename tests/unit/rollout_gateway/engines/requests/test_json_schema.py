@@ -314,18 +314,6 @@ def test_other_settings_of_the_draw_go_with_a_schema_under_every_arm() -> None:
         assert said(run(build(), requests, arm)) == said(expected), arm
 
 
-@pytest.mark.slow
-def test_drafts_that_are_drawn_and_rejected_keep_to_the_schema() -> None:
-    engine = build(verification="rejection", arms=("off", "eagle:3_1_4"))
-    requests = every_schema()
-    for request, chunk in zip(requests, run(engine, requests, "eagle:3_1_4"), strict=True):
-        assert chunk.finish is Finish.STOP
-        assert jsonschema_rs.is_valid(
-            json.loads(request.sampling.json_schema), json.loads(text_of(chunk))
-        )
-        assert np.isfinite(chunk.behavior_logprobs).all()
-
-
 # ---- masks of draft trees
 
 
