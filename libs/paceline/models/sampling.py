@@ -290,13 +290,32 @@ def draw_likely(logits: Tensor, positions: Tensor, params: DrawParams) -> tuple[
     """Tokens int64 [N] and gaps float64 [N] as of `draw`, among the CANDIDATES likeliest tokens of
     each row alone: for drafts.
     """
-    count = min(2 if params.all_greedy else CANDIDATES, logits.shape[-1])
-    scores, ids = logits.topk(count, dim=-1)
+    columns, scores = perturbed_scores(logits, positions, params, CANDIDATES)
+    top = scores.topk(2, dim=-1)
+    return columns.gather(1, top.indices[:, :1])[:, 0], top.values[:, 0] - top.values[:, 1]
+
+
+def perturbed_scores(
+    logits: Tensor,
+    positions: Tensor,
+    params: DrawParams,
+    count: int,
+    token_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The `count` likeliest columns of each row, and their values that `draw` would compare.
+
+    logits [N, C]; positions int64 [N]; token_ids int64 [C]: tokens of the columns, None if each
+    column is its own number. Returns int64 [N, K] and float64 [N, K].
+    """
+    count = min(2 if params.all_greedy else count, logits.shape[-1])
+    scores, columns = logits.topk(count, dim=-1)
     scores = behavior_logprobs(scores, params.temperatures).double()
-    if params.any_masked and not params.all_greedy:
+    if params.all_greedy:
+        return columns, scores
+    if params.any_masked:
         scores.masked_fill_(~_kept(scores, params), float("-inf"))
-    drawn, gaps = _top_two(scores, positions, params, ids)
-    return ids.gather(1, drawn[:, None])[:, 0], gaps
+    tokens = columns if token_ids is None else token_ids[columns]
+    return columns, _perturb(scores, positions, params, tokens)
 
 
 def _draw_of_few(
@@ -328,15 +347,20 @@ def _top_two(
     ids int64 [N, C]: tokens of the columns; None: each column's own number.
     """
     if not params.all_greedy:
-        if ids is None:
-            noise = gumbel_noise(params.seeds, positions, scores.shape[-1])
-        else:
-            noise = _gumbel(uniform_of(params.seeds, positions, ids))
-        if params.any_greedy:
-            noise.masked_fill_((params.temperatures <= 0)[:, None], 0.0)
-        scores = noise.add_(scores)
+        scores = _perturb(scores, positions, params, ids)
     top = scores.topk(2, dim=-1)
     return top.indices[:, 0], top.values[:, 0] - top.values[:, 1]
+
+
+def _perturb(scores: Tensor, positions: Tensor, params: DrawParams, ids: Tensor | None) -> Tensor:
+    """Scores [N, C] with the noise of their tokens; rows of temperature 0 as they are."""
+    if ids is None:
+        noise = gumbel_noise(params.seeds, positions, scores.shape[-1])
+    else:
+        noise = _gumbel(uniform_of(params.seeds, positions, ids))
+    if params.any_greedy:
+        noise.masked_fill_((params.temperatures <= 0)[:, None], 0.0)
+    return noise.add_(scores)
 
 
 def mask_scores(scores: Tensor, params: DrawParams) -> Tensor:

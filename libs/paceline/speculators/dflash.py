@@ -331,14 +331,14 @@ class DflashDrafter(layer_drafter.CachedDrafter[DflashNet]):
             self._feed(batch, batch.slots, batch.lengths, lacking)
         shape = replace(shape, steps=min(shape.steps, self._net.drafts))
         logits = products.linear(self._block_states(batch, shape.steps), self._head)
-        if shape.topk > 1:
-            levels = net_drafter.logprobs(logits)  # equal under all nodes of a level
+        levels = self._log_scores(batch, logits, torch.arange(shape.steps, device=logits.device))
+        if shape.topk > 1:  # log scores are equal under all nodes of a level
             width = min(shape.topk, levels.shape[-1])
             wide = levels[:, :, None].expand(-1, -1, width, -1)
             tree = net_drafter.grow_tree(levels[:, 0], lambda beam: wide[:, beam.level], shape)
             return self._with_ids(tree)
-        shares, tokens = torch.softmax(logits.float(), dim=-1).max(dim=-1)
-        scores = shares.cumprod(dim=1)
+        shares, tokens = levels.max(dim=-1)
+        scores = net_drafter.shares_of(shares.cumsum(dim=1))
         if shape.floor > 0:
             # The first level below the floor is still returned, as in drafters that stop there.
             kept = 1 + int((scores[:, :-1] >= shape.floor).any(0).sum())

@@ -99,9 +99,6 @@ class CachedDrafter(net_drafter.NetDrafter[Net]):
     def _embedded(self, tokens: Tensor) -> Tensor:
         return functional.embedding(tokens, self._target.embed).to(self._dtype)
 
-    def _token_ids(self, draft_ids: Tensor) -> Tensor:
-        return draft_ids if self._drafted is None else self._drafted[draft_ids]
-
     def _with_ids(self, drafts: base.Drafts) -> base.Drafts:
         return replace(drafts, tokens=self._token_ids(drafts.tokens))
 
@@ -211,7 +208,7 @@ class LayerDrafter(CachedDrafter[Net]):
             features = self._advance(tokens, features, blocks[step])
             return self._logits(features)
 
-        return self._chain(shape, self._logits(features), advance)
+        return self._chain(batch, shape, self._logits(features), advance)
 
     def _advance(self, tokens: Tensor, features: Tensor, block: decoder.Block) -> Tensor:
         """One forward of the layer: the next features [N, H] from token ids int64 [N] and features
@@ -251,9 +248,10 @@ class LayerDrafter(CachedDrafter[Net]):
             known = self._advance(tokens, known[rows, beam.sources].flatten(0, 1), block).view(
                 count, width, -1
             )
-            return net_drafter.logprobs(self._logits(known))
+            return self._log_scores(batch, self._logits(known), beam.level)
 
-        drafts = net_drafter.grow_tree(net_drafter.logprobs(self._logits(features)), expand, shape)
+        first = self._log_scores(batch, self._logits(features))
+        drafts = net_drafter.grow_tree(first, expand, shape)
         return self._with_ids(drafts)
 
     def _beam_block(

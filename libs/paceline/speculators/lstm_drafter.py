@@ -45,7 +45,7 @@ class LstmDrafter(net_drafter.NetDrafter[LstmNet]):
             self._weights[0], self._net.start(hidden), batch.token_ids[slots, last]
         )
         if shape.topk > 1:
-            return self._tree(len(batch.slots), state, shape)
+            return self._tree(batch, state, shape)
 
         def advance(step: int, tokens: Tensor) -> Tensor:
             nonlocal state
@@ -54,8 +54,9 @@ class LstmDrafter(net_drafter.NetDrafter[LstmNet]):
 
         return self._chain(batch, shape, _logits(self._weights[0], state), advance)
 
-    def _tree(self, count: int, state: State, shape: base.DraftShape) -> base.Drafts:
+    def _tree(self, batch: base.DraftBatch, state: State, shape: base.DraftShape) -> base.Drafts:
         """EAGLE-2's tree; every node of a beam has its own state."""
+        count = len(batch.slots)
         rows = torch.arange(count, device=self._device)[:, None]
 
         def expand(beam: net_drafter.Beam) -> Tensor:
@@ -66,13 +67,11 @@ class LstmDrafter(net_drafter.NetDrafter[LstmNet]):
                 for part in state
             )
             state = self._net.advance(weights, tuple(sources), beam.tokens.flatten())
-            return net_drafter.logprobs(_logits(weights, state)).view(
-                count, beam.tokens.shape[1], -1
-            )
+            logits = _logits(weights, state).view(count, beam.tokens.shape[1], -1)
+            return self._log_scores(batch, logits, beam.level)
 
-        return net_drafter.grow_tree(
-            net_drafter.logprobs(_logits(self._weights[0], state)), expand, shape
-        )
+        first = self._log_scores(batch, _logits(self._weights[0], state))
+        return net_drafter.grow_tree(first, expand, shape)
 
 
 def _logits(weights: StepWeights, state: State) -> Tensor:

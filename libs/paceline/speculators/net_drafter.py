@@ -10,12 +10,15 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from paceline.models import decoder, loading
+from paceline.models import decoder, loading, sampling
 from paceline.speculators import base
 from paceline.speculators.net import DraftNet
 
 _DEPTH_TIE = 1e-5
 """Subtracted from a log score per level, so that a parent precedes children of equal score."""
+
+DRAWN_FROM = 64
+"""A draft with noise is one of the network's this many likeliest tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +74,14 @@ def _most_likely(tokens: Tensor, scores: Tensor, parents: Tensor, nodes: int) ->
     renamed.scatter_(1, chosen + 1, names)
     return base.Drafts(
         tokens.gather(1, chosen),
-        scores.gather(1, chosen).exp().clamp_(max=1.0),
+        shares_of(scores.gather(1, chosen)),
         renamed.gather(1, parents.gather(1, chosen)),
     )
+
+
+def shares_of(log_scores: Tensor) -> Tensor:
+    """Scores in (0, 1] of log scores, float32."""
+    return log_scores.exp().clamp_(torch.finfo(torch.float32).tiny, 1.0)
 
 
 Net = TypeVar("Net", bound=DraftNet)
@@ -87,8 +95,11 @@ class NetDrafter(base.Speculator, ABC, Generic[Net]):
     """
 
     trainable = True
+    uses_noise = True
     net: type[Net]
     """Its network's class."""
+    _drafted: Tensor | None = None
+    """int64 [Vd]: tokens of the draft ids; None: each id is its own token."""
 
     def __init__(self, setup: base.SpeculatorSetup) -> None:
         """Raises the errors of DraftNet.read and fresh."""
@@ -106,7 +117,7 @@ class NetDrafter(base.Speculator, ABC, Generic[Net]):
 
     def _token_ids(self, draft_ids: Tensor) -> Tensor:
         """Token ids of draft ids, same shape."""
-        return draft_ids
+        return draft_ids if self._drafted is None else self._drafted[draft_ids]
 
     @property
     def capture(self) -> base.CaptureSpec:
@@ -135,9 +146,13 @@ class NetDrafter(base.Speculator, ABC, Generic[Net]):
         self._serve(state)
 
     def _chain(
-        self, shape: base.DraftShape, logits: Tensor, advance: Callable[[int, Tensor], Tensor]
+        self,
+        batch: base.DraftBatch,
+        shape: base.DraftShape,
+        logits: Tensor,
+        advance: Callable[[int, Tensor], Tensor],
     ) -> base.Drafts:
-        """A chain of the most likely tokens, from the logits of the first draft. It ends at the
+        """A chain of the highest log scores, from the logits of the first draft. It ends at the
         first draft that no sequence reaches with `shape.floor` or more.
 
         `advance`: (number of the draft, token ids [B] before it) -> its logits [B, draft ids].
@@ -148,14 +163,34 @@ class NetDrafter(base.Speculator, ABC, Generic[Net]):
         for step in range(shape.steps):
             if step:
                 logits = advance(step, tokens[-1])
-            share, draft_ids = torch.softmax(logits.float(), dim=-1).max(dim=-1)
+            score, draft_ids = self._log_scores(batch, logits, step).max(dim=-1)
             tokens.append(self._token_ids(draft_ids))
-            scores.append(scores[-1] * share if scores else share)
-            if shape.floor > 0 and bool(scores[-1].max() < shape.floor):
+            scores.append(scores[-1] + score if scores else score)
+            if shape.floor > 0 and bool(scores[-1].max() < math.log(shape.floor)):
                 break
-        return base.Drafts(torch.stack(tokens, dim=1), torch.stack(scores, dim=1).float())
+        return base.Drafts(torch.stack(tokens, dim=1), shares_of(torch.stack(scores, dim=1)))
 
+    def _log_scores(
+        self, batch: base.DraftBatch, logits: Tensor, levels: int | Tensor = 0
+    ) -> Tensor:
+        """Log-probs of drafts from logits [B, .., draft ids], same shape; levels: how many drafts
+        precede each draft, int64 of a shape that broadcasts to [B, ..].
 
-def logprobs(logits: Tensor) -> Tensor:
-    """Log-probs of logits [..., draft ids], for growing a tree."""
-    return torch.log_softmax(logits.float(), dim=-1)
+        If requests draw with noise, these are log-probs of the perturbed values, and the highest
+        is the draw of a policy that equals the drafter (Gumbel coupling: Daliri, Musco, Suresh
+        2024, arXiv 2408.07978). Tokens that are unlikely without the noise have -inf.
+        """
+        logits, draws = logits.float(), batch.draws
+        if draws is None or draws.all_greedy:
+            return torch.log_softmax(logits, dim=-1)
+        rows = logits.flatten(0, -2)
+        lengths = torch.tensor(batch.lengths, device=rows.device)
+        lengths = lengths.view(-1, *[1] * (logits.dim() - 2))
+        positions = (lengths + levels).expand(logits.shape[:-1]).reshape(-1)
+        owners = torch.arange(len(rows), device=rows.device) * len(lengths) // len(rows)
+        columns, scores = sampling.perturbed_scores(
+            rows, positions, draws.rows(owners), DRAWN_FROM, self._drafted
+        )
+        found = torch.full_like(rows, -torch.inf)
+        found.scatter_(1, columns, torch.log_softmax(scores, dim=-1).float())
+        return found.view(logits.shape)
