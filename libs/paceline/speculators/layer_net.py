@@ -5,6 +5,7 @@ Each network defines the layer's input and the meaning of its output.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -154,20 +155,33 @@ def chain_attention(queries: Tensor, chain: Chain, mask: Tensor | None) -> Tenso
     causal. Query t sees keys of step 0 at rows <= t and, of every later step, row t only. Returns
     [B, heads, T, D].
     """
+    if mask is None:
+        rows = queries.shape[2]
+        mask = torch.ones(1, 1, rows, rows, dtype=torch.bool, device=queries.device).tril()
+    parts = [
+        _chain_part(
+            queries[:, :, a:b],
+            [(keys[:, :, a:b], values[:, :, a:b]) for keys, values in chain],
+            mask[:, :, a:b, a:b],
+        )
+        for a, b in pairwise(packed.edges(mask))
+    ]
+    return torch.cat(parts, dim=2)
+
+
+def _chain_part(queries: Tensor, chain: Chain, mask: Tensor) -> Tensor:
     group, dim = queries.shape[1] // chain[0][0].shape[1], queries.shape[-1]
     keys, values = (
         [part.repeat_interleave(group, dim=1) for part in parts]
         for parts in zip(*chain, strict=True)
     )
-    rows = queries.shape[2]
-    if mask is None:
-        mask = torch.ones(rows, rows, dtype=torch.bool, device=queries.device).tril()
     scores = (queries @ keys[0].transpose(-1, -2)).masked_fill(~mask, float("-inf"))
     own = [(queries * part).sum(-1, keepdim=True) for part in keys[1:]]
     weights = torch.softmax(torch.cat([scores, *own], dim=-1) / dim**0.5, dim=-1)
-    out = weights[..., :rows] @ values[0]
-    for step, part in enumerate(values[1:]):
-        out = out + weights[..., rows + step, None] * part
+    first, *later = weights.split([scores.shape[-1], *(1 for _ in own)], dim=-1)
+    out = first @ values[0]
+    for weight, part in zip(later, values[1:], strict=True):
+        out = out + weight * part
     return out
 
 

@@ -126,9 +126,6 @@ def packed_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor
     queries [B, heads, T, D]; keys, values [B, kv_heads, T, D]; mask bool [B, 1, T, T], for queries
     that see themselves and earlier positions only. Returns [B, heads, T, D].
     """
-    # An accelerator computes the whole square faster than many small products.
-    split = len(mask) == 1 and queries.device.type == "cpu"
-    edges = _edges(mask[0, 0]) if split else [0, mask.shape[-1]]
     parts = [
         functional.scaled_dot_product_attention(
             queries[:, :, a:b],
@@ -137,15 +134,22 @@ def packed_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor
             attn_mask=mask[:, :, a:b, a:b],
             enable_gqa=True,
         )
-        for a, b in pairwise(edges)
+        for a, b in pairwise(edges(mask))
     ]
     return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
 
 
-def _edges(mask: Tensor) -> list[int]:
-    """0, then positions about _BLOCK apart that no later position of mask [T, T] looks back across,
-    and T.
+def edges(mask: Tensor) -> list[int]:
+    """0, then on a CPU, for one row, positions about _BLOCK apart that no later position of mask
+    [B, 1, T, T] looks back across, and T.
     """
+    # An accelerator computes the whole square faster than many small products.
+    if len(mask) > 1 or mask.device.type != "cpu":
+        return [0, mask.shape[-1]]
+    return _edges(mask[0, 0])
+
+
+def _edges(mask: Tensor) -> list[int]:
     first = mask.to(torch.uint8).argmax(dim=1)
     behind = first.flip(0).cummin(0).values.flip(0)  # earliest position read from t on
     edges = [0]

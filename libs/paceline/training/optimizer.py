@@ -228,19 +228,19 @@ class NamedOptimizer:
         for group in self._groups():
             group |= {"betas": config.betas, "weight_decay": config.weight_decay, "eps": eps}
 
-    def step(self, number: int) -> float:
+    def step(self, number: int, rate: float = 1.0) -> float:
         """Takes step `number`, counted from 1, and drops the gradients.
 
-        lr_t = lr * min(1, t / warmup_steps). Returns the global gradient norm before clipping,
-        equal on all ranks. A step with a non-finite norm is not taken.
+        lr_t = rate * lr * min(1, t / warmup_steps). Returns the global gradient norm before
+        clipping, equal on all ranks. A step with a non-finite norm is not taken.
         """
         found = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self._config.clip_norm)
         norm = float(found.full_tensor() if isinstance(found, DTensor) else found)
         if math.isfinite(norm):
             warm = min(1.0, number / max(self._config.warmup_steps, 1))
             for group in self._groups():
-                rate = self._config.lr * warm
-                group["lr"] = torch.tensor(rate) if isinstance(group["lr"], Tensor) else rate
+                lr = rate * self._config.lr * warm
+                group["lr"] = torch.tensor(lr) if isinstance(group["lr"], Tensor) else lr
             for part in self._parts:
                 part.step()
         self.forget()

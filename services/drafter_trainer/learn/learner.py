@@ -60,14 +60,14 @@ class ShardedDrafter:
         )
         self._away: Offload | None = None
 
-    def step(self, number: int) -> bool:
-        """Takes optimiser step `number`, counted from 1; returns False if the gradient is not
-        finite.
+    def step(self, number: int, rate: float = 1.0) -> bool:
+        """Takes optimiser step `number`, counted from 1, with a share `rate` of the learning rate;
+        returns False if the gradient is not finite.
 
         The averages have a decay of min(average, n / (n + 9)), so at first they forget the start
         weights quickly.
         """
-        if not math.isfinite(self.optimizer.step(number)):
+        if not math.isfinite(self.optimizer.step(number, rate)):
             return False
         if self._averages:
             share = 1 - min(self._decay, number / (number + 9))
@@ -211,6 +211,8 @@ class DrafterLearner:
         self._pending_rows, self._pending_positions = 0, 0
         self._bound: PolicyHead | None = None
         self.total_steps, self.total_tokens = 0, 0
+        self.rate = 1.0
+        """Share of the learning rate for the next steps."""
 
     @property
     def sharded(self) -> ShardedDrafter:
@@ -249,7 +251,7 @@ class DrafterLearner:
             if parameter.grad is not None:
                 parameter.grad.mul_(1.0 / max(float(positions), 1.0))
         self._pending_rows, self._pending_positions = 0, 0
-        if not self.sharded.step(self.total_steps + 1):
+        if not self.sharded.step(self.total_steps + 1, self.rate):
             return False
         self.total_steps += 1
         self.total_tokens += int(positions)
@@ -335,11 +337,19 @@ class DrafterLearner:
         self.total_steps, self.total_tokens = state["total_steps"], state["total_tokens"]
 
     def export(self, state: dict[str, Any], checkpoint: Path, directory: Path) -> None:
-        """Writes the whole drafter of a checkpoint with this `state` under "learner", in the form
-        that engines load. Raises DataLoss.
+        """Writes the whole drafter of a checkpoint with this `state` under "learner", with averaged
+        weights, in the form that engines load. Raises DataLoss.
         """
         net = self._whole.twin()
-        net.load_tensors(dict(checkpoints.read_each_whole(checkpoint, "learner/model", state)))
+        net.load_tensors(
+            {
+                name: tensor
+                for part in ("model", "average")
+                for name, tensor in checkpoints.read_each_whole(
+                    checkpoint, f"learner/{part}", state
+                )
+            }
+        )
         net.save(directory)
 
 

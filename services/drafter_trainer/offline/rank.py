@@ -19,11 +19,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
 
 from paceline.errors import ConfigError, InvalidInput, PacelineError
 from paceline.models.config import read_config
 from paceline.models.loading import DTYPES
-from paceline.models.products import spare_rows
+from paceline.models.products import STEP, spare_rows, use_linear
 from paceline.ranks.group import RankLink
 from paceline.services.drafter_trainer.config import FIXED, OfflineConfig
 from paceline.services.drafter_trainer.gate.evaluate import GREEDY, chain_survival
@@ -67,6 +68,7 @@ class OfflineRun:
         self._capture, self._head = net.capture, load_policy_head(config.model, 0)
         # no dropout, so the states equal the engine's
         self._policy = lm.model.requires_grad_(requires_grad=False).eval()
+        use_linear(self._policy)
         for part in (*lm.model.layers, lm.model):
             fully_shard(part, mesh=self._members.mesh)
         self._states: dict[int, FeatureSample] = {}  # by identity of the example
@@ -126,6 +128,7 @@ class OfflineRun:
     def _train_step(self, rows: Sequence[Sequence[data.Example]]) -> None:
         """One optimiser step over the rows of all ranks, with a line in the log."""
         started, sums = time.perf_counter(), dict[str, float]()
+        self._learner.rate = 1 - self.step / self.steps
         for number in range(self._rank, len(rows), self._world):
             random = np.random.default_rng([self._config.seed, 3, self.step, number])
             result = self._learner.micro_step(self._packed(rows[number], random), self._head)
@@ -261,10 +264,12 @@ def captured(
         policy.layers[layer].register_forward_pre_hook(kept(layer), with_kwargs=True)
         for layer in capture.inner
     ]
-    last = policy(input_ids=token_ids[None, :-1], use_cache=False).last_hidden_state
+    rows = len(token_ids) - 1
+    padded = functional.pad(token_ids[None, :-1], (0, -rows % STEP))  # later tokens change nothing
+    last = policy(input_ids=padded, use_cache=False).last_hidden_state
     for hook in hooks:
         hook.remove()
-    states = torch.cat([*(entering[layer] for layer in capture.inner), last], dim=-1)[0]
+    states = torch.cat([*(entering[layer] for layer in capture.inner), last], dim=-1)[0, :rows]
     sample = FeatureSample(
         session="",
         step=0,

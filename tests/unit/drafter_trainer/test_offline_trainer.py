@@ -21,6 +21,7 @@ from paceline.services.drafter_trainer.offline.rank import train
 from paceline.speculators.eagle import EagleDrafter, EagleNet
 from paceline.speculators.kinds import SpeculatorKind
 from paceline.speculators.net import read_drafter
+from paceline.training.optimizer import RMS
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -134,6 +135,14 @@ def test_a_stopped_run_goes_on_to_the_same_weights_as_one_that_was_not(world: Pa
     ]
     assert figures[0] == figures[1]
     assert of(run(world, steps=9), "saved") == [], "a finished run is not written again"
+
+
+def test_the_last_of_twelve_steps_has_a_twelfth_of_the_rate(world: Path) -> None:
+    run(world, stop_after=11, average=0)
+    before = weights(world / "out/checkpoint/speculator")["fc.weight"]
+    run(world, average=0)
+    moved = weights(world / "out/checkpoint/speculator")["fc.weight"] - before
+    assert 0 < moved.square().mean().sqrt() < 0.2 * RMS * 3e-3
 
 
 def test_a_run_whose_last_checkpoint_is_damaged_goes_on_from_the_one_before(world: Path) -> None:

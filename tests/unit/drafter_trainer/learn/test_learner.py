@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from unit.drafter_trainer.samples import TARGET, sample, toy_policy
 
 from paceline.errors import DataLoss
@@ -159,6 +160,26 @@ def test_what_is_judged_and_kept_are_averages_of_the_weights_after_each_step() -
         for name, value in live.items():
             expected[name] = decay * expected[name].double() + (1 - decay) * value.double()
             assert torch.allclose(weights(one)[name].double(), expected[name], rtol=1e-6, atol=1e-7)
+
+
+def test_an_export_holds_the_averages_that_are_judged(tmp_path: Path) -> None:
+    one = learner(average=0.9)
+    learn(one, 0, 8)
+    out = tmp_path / "out"
+    writer = CheckpointWriter(tmp_path, lambda state, at: one.export(state, at, out))
+    writer.write({"learner": one.state()}, 1, one.members.writing)
+    writer.wait()
+    assert same(load_file(out / "model.safetensors"), weights(one))
+
+
+def test_a_step_at_half_of_the_rate_moves_weights_half_as_far() -> None:
+    whole, half = learner(average=0), learner(average=0)
+    start, half.rate = weights(whole), 0.5
+    learn(whole, 0, 2)
+    learn(half, 0, 2)
+    for name, value in weights(half).items():
+        moved = weights(whole)[name] - start[name]
+        assert torch.allclose(2 * (value - start[name]), moved, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
