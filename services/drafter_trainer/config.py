@@ -67,6 +67,10 @@ class GateConfig(Config):
     """Drafted tokens per position in an evaluation."""
     samples: int = Field(default=32, ge=1)
     """Maximum samples per evaluation."""
+    drafts: Literal["drawn", "likeliest"] = "drawn"
+    """The engine's drafts at a temperature above 0: drawn with the noise of the policy's draws, or
+    the most likely tokens. A run with SGLang sets likeliest.
+    """
     verify_cost: ClassVar[float] = 0.05
     """Cost of verifying a draft before measurements of the engine, in plain rounds."""
     draft_cost: ClassVar[float] = 0.1

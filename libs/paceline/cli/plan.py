@@ -160,6 +160,7 @@ def _derived(found: Mapping[str, Any], ranks: int) -> list[str]:
         f"policy_trainer.ranks={ranks}": not policy.ranks,
         "gateway.trajectories=true": not gateway.trajectories,
         "coordinator.profile_stays=true": engine.kind == "sglang" and engine.sglang.profile,
+        "drafter_trainer.gate.drafts=likeliest": engine.kind == "sglang",
         f"policy_trainer.max_staleness={lag}": policy.max_staleness is None and lag,
     }
     return [setting for setting, needed in derived.items() if needed]

@@ -13,6 +13,7 @@ from paceline.services.drafter_trainer.config import GateConfig
 from paceline.services.drafter_trainer.gate.comparison import Floats
 from paceline.services.drafter_trainer.rows.sample import FeatureSample, PolicyHead, pack
 from paceline.speculators.net import DraftNet
+from paceline.speculators.net_drafter import DRAWN_FROM
 from paceline.speculators.packed import PackedRow
 
 ROW_POSITIONS = 192
@@ -27,6 +28,8 @@ _FASTER = 4
 """How many times as many positions the next piece may have."""
 GREEDY = 0.01
 """Temperature used for 0: the most likely token has all the mass."""
+_LEAST = 1e-300
+"""Probability used for 0."""
 
 
 class Pace:
@@ -67,10 +70,13 @@ def chain_survival(
     steps: int,
     *,
     temperature: float,
+    noise: bool = True,
 ) -> Tensor:
     """The result of `survival_in_pieces`, computed without a pause."""
     whole = Pace(float("inf"))
-    pieces = survival_in_pieces(net, row, head, steps, temperature=temperature, pace=whole)
+    pieces = survival_in_pieces(
+        net, row, head, steps, temperature=temperature, noise=noise, pace=whole
+    )
     while True:
         try:
             next(pieces)
@@ -87,6 +93,7 @@ def survival_in_pieces(
     steps: int,
     *,
     temperature: float,
+    noise: bool,
     pace: Pace,
 ) -> Generator[None, None, Tensor]:
     """float64 [N, K] at the row's N judged positions: unbiased estimates of P(drafts 1 .. k all
@@ -94,13 +101,13 @@ def survival_in_pieces(
 
     A round accepts a draft that equals the draw x from p, the policy at the temperature. Then
 
-        survival_k = E_x[ w(x_1) .. w(x_{k-1}) alpha_k ],   w(x) = [x is the draft],   alpha =
-        p(draft),
+        survival_k = E_x[ w(x_1) .. w(x_{k-1}) alpha_k ],   w(x) = P(x is the draft | draw x),
+        alpha = sum_x p(x) w(x),
 
     with step k teacher-forced on x_1 .. x_{k-1}. The variance is never larger than that of counted
     matches.
-    The product of p(draft) over all steps would be biased, since it counts paths that the engine
-    has left.
+    The product of alpha over all steps would be biased, since it counts paths that the engine
+    has left. noise: drafts are draws with the policy's own noise; else the most likely tokens.
 
     Drafts past the end of a document or of the policy's own tokens count as rejected. Yields after
     each piece of `pace`.
@@ -123,7 +130,7 @@ def survival_in_pieces(
             with pace.measured(part, type(net)):
                 own = slice(part.start - at.start, part.stop - at.start)
                 logits = net.draft_logits(step, states[own])
-                alpha, follows = policy.greedy(logits, there[part])
+                alpha, follows = (policy.drawn if noise else policy.likeliest)(logits, there[part])
                 found[part] = reached[part] * alpha * possible[part]
                 reached[part] *= follows * possible[part]
             yield
@@ -147,12 +154,31 @@ class _Policy:
         logits = self._row.next_states[part] @ self._head.T
         self._log_z[part] = (logits.double() / self._temperature).logsumexp(-1)
 
-    def greedy(self, logits: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        """alpha and w of N greedy drafts, each float64 [N], from logits [N, Vd] and rows [N]."""
+    def likeliest(self, logits: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """alpha and w of the N most likely tokens, each float64 [N], from logits [N, Vd] and rows
+        [N].
+        """
         drafts = logits.argmax(-1) if self._ids is None else self._ids[logits.argmax(-1)]
         own = (self._row.next_states[places] * self._head[drafts]).sum(-1).double()
         alpha = (own / self._temperature - self._log_z[places]).clamp(max=0).exp()
         return alpha, (drafts == self._row.draft_tokens[places]).double()
+
+    def drawn(self, logits: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """The same of N draws from q, the drafter at the temperature, with the policy's own noise.
+
+        Both draw token i with probability 1 / sum_j max(p_j / p_i, q_j / q_i). In the order of p /
+        q, the sum is P / p_i + Q / q_i: P is the mass of p behind i, Q the mass of q up to i.
+        """
+        top = logits.topk(min(DRAWN_FROM, logits.shape[-1]), dim=-1)
+        tokens = top.indices if self._ids is None else self._ids[top.indices]
+        log_q = (top.values.double() / self._temperature).log_softmax(-1)
+        own = torch.einsum("nh,nch->nc", self._row.next_states[places], self._head[tokens])
+        log_p = own.double() / self._temperature - self._log_z[places, None]
+        order = (log_p - log_q).argsort(-1)
+        p, q = (part.gather(1, order).exp().clamp(min=_LEAST) for part in (log_p, log_q))
+        w = 1 / ((1 - p.cumsum(-1)).clamp(min=0) + q.cumsum(-1) * p / q)
+        follows = tokens.gather(1, order) == self._row.draft_tokens[places, None]
+        return (p * w).sum(-1).clamp(max=1), (w * follows).sum(-1).clamp(max=1)
 
 
 class GateJob:
@@ -225,6 +251,7 @@ class GateJob:
                 self.heads[row.lm_head_hash],
                 self._settings.draft_steps,
                 temperature=samples[0].temperature or GREEDY,
+                noise=self._settings.drafts == "drawn",
                 pace=self._pace,
             )
             accepted.append(survival.numpy())

@@ -13,6 +13,7 @@ import pytest
 import torch
 from unit.drafter_trainer.samples import HASH, TARGET, chain_logits, sample, toy_policy
 
+from paceline.models import sampling
 from paceline.services.drafter_trainer.config import GateConfig
 from paceline.services.drafter_trainer.gate.evaluate import (
     FIRST_ROWS,
@@ -287,7 +288,7 @@ def paths() -> tuple[PackedRow, PolicyHead, torch.Tensor, torch.Tensor]:
     return row, head, weights, p
 
 
-def test_greedy_survival_is_what_enumerating_all_draws_gives_and_varies_less_than_matches() -> None:
+def test_survival_of_likeliest_drafts_is_exact_and_varies_less_than_matches() -> None:
     row, head, weights, p = paths()
     table = torch.randn(SYMBOLS, SYMBOLS, generator=torch.Generator().manual_seed(11))
     net: Any = TableNet(table)
@@ -297,7 +298,7 @@ def test_greedy_survival_is_what_enumerating_all_draws_gives_and_varies_less_tha
         survival *= float(p[token, draft])
         exact.append(survival)
         token = draft
-    got = chain_survival(net, row, head, DEPTH, temperature=HEAT)[::DEPTH]
+    got = chain_survival(net, row, head, DEPTH, temperature=HEAT, noise=False)[::DEPTH]
     drawn = chain_matches(net, row, head, DEPTH)[::DEPTH].long().cumprod(1).double()
     assert (weights[:, None] * got).sum(0).tolist() == pytest.approx(exact, abs=1e-6)
     assert (weights[:, None] * drawn).sum(0).tolist() == pytest.approx(exact, abs=1e-6)
@@ -306,6 +307,39 @@ def test_greedy_survival_is_what_enumerating_all_draws_gives_and_varies_less_tha
     ]
     assert (variances[0] < variances[1]).all()
     assert 0.02 < exact[-1] < exact[0] < 0.98
+
+
+def shared(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Probability of each token to be drawn from p and from q with the same noise, [V]."""
+    ratios = torch.maximum(p[None] / p[:, None], q[None] / q[:, None])
+    return 1 / ratios.sum(1)
+
+
+def test_survival_of_drawn_drafts_is_what_enumerating_all_draws_gives() -> None:
+    row, head, weights, p = paths()
+    table = torch.randn(SYMBOLS, SYMBOLS, generator=torch.Generator().manual_seed(11))
+    q = (table.double() / HEAT).softmax(-1)
+    both = torch.stack([shared(*one) for one in zip(p, q, strict=True)])
+    reached, exact = torch.eye(SYMBOLS, dtype=torch.float64)[0], []
+    for _ in range(DEPTH):
+        reached = reached @ both
+        exact.append(float(reached.sum()))
+    net: Any = TableNet(table)
+    got = chain_survival(net, row, head, DEPTH, temperature=HEAT)[::DEPTH]
+    assert (weights[:, None] * got).sum(0).tolist() == pytest.approx(exact, abs=1e-6)
+
+
+def test_two_draws_with_the_same_noise_agree_as_often_as_the_gate_computes() -> None:
+    count, heat = 20_000, 0.8
+    generator = torch.Generator().manual_seed(3)
+    p, q = torch.randn(2, 1, 6, generator=generator, dtype=torch.float64) * 2
+    params = sampling.DrawParams.of([9], [heat]).rows(torch.zeros(count, dtype=torch.int64))
+    positions = torch.arange(count)
+    drawn, _ = sampling.draw_likely(p.expand(count, -1), positions, params)
+    drafts, _ = sampling.draw_likely(q.expand(count, -1), positions, params)
+    expected = float(shared((p / heat).softmax(-1)[0], (q / heat).softmax(-1)[0]).sum())
+    assert 0.2 < expected < 0.9
+    assert float((drawn == drafts).double().mean()) == pytest.approx(expected, abs=0.015)
 
 
 def test_drafts_of_tokens_that_others_wrote_are_not_counted() -> None:
