@@ -13,8 +13,9 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from paceline.errors import InvalidInput, WeightsError
-from paceline.models import products
+from paceline.models import products, sampling
 from paceline.models.decoder import DecoderWeights
+from paceline.speculators import net_drafter
 from paceline.speculators.base import DraftBatch, DraftShape, SpeculatorSetup
 from paceline.speculators.eagle import EagleDrafter, EagleNet, EagleOptions
 from paceline.speculators.packed import PackedRow
@@ -114,6 +115,52 @@ def test_engine_drafts_what_the_trainers_chain_predicts(
             assert drafts.tokens[row].tolist() == [int(ids[one.indices]) for one in shares]
             expected = torch.stack([one.values for one in shares]).cumprod(dim=0)
             torch.testing.assert_close(drafts.scores[row], expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [0, 41])
+def test_drafts_of_warm_requests_are_the_draws_of_a_policy_that_equals_the_drafter(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(net_drafter, "DRAWN_FROM", 97)
+    save_random(tmp_path, "llama")
+    weights = load_model(tmp_path, dtype=torch.float32)
+    net = rough_net(weights, draft_vocab_size=size)
+    ids = torch.arange(97) if net.token_ids is None else net.token_ids
+    net.save(tmp_path / "drafter")
+    drafter = EagleDrafter(SpeculatorSetup(weights, 4, 64, torch.float32, 0, tmp_path / "drafter"))
+    known, states = rows(batch=4)
+    lengths, heats, seeds = [TOKENS, 9, 20], [0.0, 1.0, 1.4], [3, 4, 5]
+    draws = sampling.DrawParams.of(seeds, heats)
+    batch = DraftBatch([0, 1, 2], lengths, known, states, draws=draws)
+    with torch.inference_mode():
+        drafts = drafter.propose(batch, DraftShape(4))
+        tree = drafter.propose(batch, DraftShape(4, 3, 8))
+        for row, (n, heat, seed) in enumerate(zip(lengths, heats, seeds, strict=True)):
+            sequence = torch.cat((known[row, :n], drafts.tokens[row]))
+            chain = chain_of(net, states[row, : n + 3], sequence[1:], 4)
+            for level, features in enumerate(chain):
+                logits = torch.full((1, 97), -torch.inf)
+                logits[0, ids] = net.logits(features)[n - 2]
+                one = sampling.DrawParams.of([seed], [heat])
+                drawn = sampling.draw(logits, torch.tensor([n + level]), one)
+                assert int(drafts.tokens[row, level]) == int(drawn.tokens)
+    assert (tree.tokens == drafts.tokens[:, :1]).any(1).all()
+    assert ((tree.scores > 0) & (tree.scores <= 1)).all()
+
+
+def test_a_tree_of_requests_with_one_allowed_token_has_scores_above_zero(tmp_path: Path) -> None:
+    save_random(tmp_path, "llama")
+    weights = load_model(tmp_path, dtype=torch.float32)
+    drafter = EagleDrafter(SpeculatorSetup(weights, 4, 64, torch.float32, 0))
+    known, states = rows()
+    draws = sampling.DrawParams.of([1, 2], [1.0, 1.0], top_k=[1, 0])
+    batch = DraftBatch([0, 1], [TOKENS, 9], known, states, draws=draws)
+    with torch.inference_mode():
+        tree = drafter.propose(batch, DraftShape(3, 3, 12))
+        greedy = drafter.propose(DraftBatch([0, 1], [TOKENS, 9], known, states), DraftShape(1))
+    assert (tree.scores > 0).all()
+    best = tree.scores[0, :3].argmax()
+    assert tree.tokens[0, best] == greedy.tokens[0, 0]
 
 
 def test_a_wide_drafter_drafts_in_bfloat16_what_it_drafts_in_float32(
