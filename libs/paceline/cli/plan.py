@@ -139,8 +139,8 @@ def _check_slots(found: Mapping[str, Any], ranks: int, slots: int, gpus: int) ->
 def _derived(found: Mapping[str, Any], ranks: int) -> list[str]:
     """Settings that follow from others.
 
-    Raises ConfigError if the gateway writes no trajectories, or if the trainer would drop groups
-    that were rolled out for training.
+    Raises ConfigError if the gateway writes no trajectories, if the trainer would drop groups that
+    were rolled out for training, or if the engine cannot serve the trained drafter.
     """
     gateway, policy = found["gateway"], found["policy_trainer"]
     lag = found["coordinator"].policy_lag
@@ -156,6 +156,10 @@ def _derived(found: Mapping[str, Any], ranks: int) -> list[str]:
             allowed=f"empty, or at least {lag} (coordinator.max_policy_lag)",
         )
     engine = gateway.engine
+    if engine.kind == "sglang" and found["drafter_trainer"].options.get("norms"):
+        message = "SGLang's EAGLE drafter has no norms; unset the option, or use another engine"
+        allowed = "false; true with gateway.engine.kind=embedded"
+        raise ConfigError(message, seen="drafter_trainer.options.norms=true", allowed=allowed)
     derived = {
         f"policy_trainer.ranks={ranks}": not policy.ranks,
         "gateway.trajectories=true": not gateway.trajectories,

@@ -30,6 +30,8 @@ from paceline.services.rollout_gateway.engines.embedded.kv_cache import SlotStor
 
 DEMO = Path(__file__).parents[3] / "examples/demo"
 SGLANG = Path(__file__).parents[3] / "examples/sglang/qwen2.5-7b-8gpus.toml"
+OF_SGLANG = ["policy_trainer.ranks=8", "drafter_trainer.gate.drafts=likeliest"]
+"""Settings that its run derives on eight GPUs."""
 GIB = 2**30
 QWEN_7B = ModelConfig(
     family="qwen2",
@@ -384,7 +386,7 @@ def test_the_run_on_eight_gpus_trains_its_policy_on_all_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(plan, "gpu_bytes", lambda: [80 * GIB] * 8)
-    assert plan_run([SGLANG], []).overrides == ["policy_trainer.ranks=8"]
+    assert plan_run([SGLANG], []).overrides == OF_SGLANG
 
 
 def test_slots_of_a_cluster_have_a_gpu_each_where_one_is_asked_for(
@@ -392,7 +394,7 @@ def test_slots_of_a_cluster_have_a_gpu_each_where_one_is_asked_for(
 ) -> None:
     monkeypatch.setattr(plan, "gpu_bytes", list)
     monkeypatch.setattr(plan, "_GPU_FILES", ())  # this machine has none
-    assert plan_run([SGLANG], [], elsewhere=True).overrides == ["policy_trainer.ranks=8"]
+    assert plan_run([SGLANG], [], elsewhere=True).overrides == OF_SGLANG
 
 
 def test_the_run_on_eight_gpus_leaves_two_fifths_of_them_free_as_it_is_set(
@@ -417,7 +419,11 @@ def test_half_of_the_eight_gpus_carry_the_policy_where_it_has_its_own(tmp_path: 
     save_qwen(tmp_path)
     files = [SGLANG, SGLANG.parents[1] / "asynchronous/8gpus_apart.toml"]
     found = plan_run(files, [f"gateway.model={tmp_path}"], [80 * GIB] * 8)
-    assert found.overrides == ["policy_trainer.ranks=4", "policy_trainer.max_staleness=2"]
+    assert found.overrides == [
+        "policy_trainer.ranks=4",
+        "drafter_trainer.gate.drafts=likeliest",
+        "policy_trainer.max_staleness=2",
+    ]
     rows = PolicyTrainerConfig().rows_of_logits(152_064)
     alone = policy_plan(
         ranks=4,
@@ -541,3 +547,12 @@ def test_the_rounded_copy_of_a_policy_that_drafts_for_itself_is_counted(
     plan = memory_plan.engine_plan(QWEN_7B, gateway, 0)
     item = plan.parts["weights"] // memory_plan.parameters(QWEN_7B)
     assert plan.parts.get("rounded weights", 0) == counted * plan.parts["weights"] // item * 5 // 8
+
+
+def test_sglang_gets_a_gate_of_its_own_drafts_and_no_drafter_that_it_cannot_serve() -> None:
+    sglang, norms = "gateway.engine.kind=sglang", "drafter_trainer.options.norms=true"
+    likeliest = "drafter_trainer.gate.drafts=likeliest"
+    assert likeliest in planned(sglang).overrides
+    assert likeliest not in planned(norms).overrides
+    with pytest.raises(ConfigError, match="SGLang's EAGLE drafter has no norms"):
+        planned(sglang, norms)
