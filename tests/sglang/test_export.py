@@ -29,7 +29,7 @@ from paceline.services.rollout_gateway.engines.nouns import Chunk, Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.speculators.base import DraftBatch
 from paceline.speculators.layer_drafter import LayerDrafter
-from paceline.speculators.net_drafter import Beam
+from paceline.speculators.net_drafter import Beam, NetDrafter
 
 pytestmark = pytest.mark.sglang
 POLICY = DEMO / "policy_start"
@@ -54,6 +54,12 @@ def questions(file: str, count: int) -> list[list[int]]:
     tokenizer = AutoTokenizer.from_pretrained(POLICY)
     lines = (DEMO / file).read_text(encoding="utf-8").splitlines()[:count]
     return [tokenizer.encode(json.loads(line)["prompt"]) for line in lines]
+
+
+@pytest.fixture(autouse=True)
+def no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embedded engine drafts the most likely tokens, as SGLang does."""
+    monkeypatch.setattr(NetDrafter, "uses_noise", False)
 
 
 @pytest.fixture(scope="module")
