@@ -111,7 +111,8 @@ def test_a_drafter_of_the_loop_s_own_samples_serves_and_changes_no_token(
     _, drafted_rounds, tokens = rounds[committed.count(0) - 1]  # with the untrained drafter
     late, end = rounds[-4], rounds[-1]
     last = (end[2] - late[2]) / (end[1] - late[1])
-    assert last > 1.2 * tokens / drafted_rounds, rounds
+    accepted, first = last - 1, tokens / drafted_rounds - 1  # drafts of a round
+    assert accepted > 1.2 * first, rounds
 
 
 def test_a_killed_drafter_trainer_costs_no_sample_and_comes_back(
