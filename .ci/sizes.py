@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FUNCTION_LINES, FILE_LINES = 60, 400
-PRODUCT_LINES = 48_104
+PRODUCT_LINES = 48_108
 ROOTS = ("libs", "services", "benchmarks", "examples")
 PRODUCT = ("libs", "services")
 GENERATED = ("/v1/",)
