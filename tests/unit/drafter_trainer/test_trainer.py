@@ -350,7 +350,7 @@ def test_training_freezes_when_nothing_is_gained_and_drift_reopens_it(
 ) -> None:
     monkeypatch.setattr(GateConfig, "freeze_after", 3)
     monkeypatch.setattr(GateConfig, "freeze_gain", 10.0)
-    settings = {"interval_steps": 1}
+    settings = {"interval_steps": 1, "drafts": "likeliest"}  # tiny steps change no draft
     trainer = Trainer(tmp_path, max_epochs=1e6, gate=settings)
     trainer.feed(trained_rows())
     trainer.feed_always(fresh_rows())
